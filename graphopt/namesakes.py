@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +25,10 @@ class _Checked:
         if name == NAME:
             found = PathFinder.find_spec(name)
             check_namesake(None if found is None else found.origin)
+            if (
+                found is not None and found.origin is None
+            ):  # a folder without code, before an editable installation
+                return spec_from_file_location(NAME, _OWN)
         return None
 
 
@@ -38,5 +43,7 @@ def check_namesake(file: str | None) -> None:
     )
 
 
-check_namesake(getattr(sys.modules.get(NAME), "__file__", None))
+_imported = sys.modules.get(NAME)
+_folders = getattr(_imported, "__path__", ())  # of a package without code, too
+check_namesake(getattr(_imported, "__file__", None) or next((f"{x}/__init__.py" for x in _folders), None))
 sys.meta_path.insert(0, _Checked)

@@ -665,15 +665,18 @@ CASES: list[Case] = [
             (positive(3), None, dict(axis=0)),
         ]
     ),
-    case(
-        "DequantizeLinear",
-        np.arange(12, dtype=np.uint8).reshape(3, 4),
-        positive(3, 2),
-        double=False,
-        tolerance=1e-3,
-        axis=1,
-        block_size=2,
-        rigid="the blocks depend on the size",
+    *(
+        case(
+            "DequantizeLinear",
+            np.arange(12, dtype=np.uint8).reshape(3, 4),
+            positive(3, 2),
+            double=False,
+            tolerance=1e-3,
+            axis=1,
+            block_size=size,
+            rigid="the blocks depend on the size",
+        )
+        for size in (2, 3)
     ),
     # Fourier transforms.
     *(

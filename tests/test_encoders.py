@@ -13,7 +13,8 @@ from skl2onnx import to_onnx
 from skl2onnx.common.data_types import FloatTensorType, StringTensorType
 from sklearn.compose import ColumnTransformer
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LogisticRegression, SGDClassifier
+from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import Normalizer, OneHotEncoder, OrdinalEncoder, StandardScaler
 from steps import outputs
@@ -302,6 +303,15 @@ def test_texts_of_tf_idf_train():
         executor.predict(s=texts)["probabilities"],
         rtol=1e-5,
     )
+
+
+@pytest.mark.parametrize("classifier", [SGDClassifier("log_loss"), LogisticRegression(), MLPClassifier([2])])
+def test_probabilities_in_place_of_logits_are_said(classifier):
+    X = np.random.default_rng(0).random((60, 4)).astype(np.float32)
+    fitted = classifier.set_params(max_iter=9, tol=9.0).fit(X, X[:, 0] > 0.5)
+    file = to_onnx(fitted, X[:1], options={"zipmap": False})
+    with pytest.warns(UserWarning, match="'probabilities' comes out of .*: set from_logits=False"):
+        graphopt.compile(file, loss=passes.CrossEntropy())
 
 
 def test_a_trained_model_computes_no_value_twice():

@@ -39,6 +39,10 @@ def _above(op: Any, y: Any) -> Any:
     return op.Cast(op.Greater(y, 0.0), to=y.dtype)
 
 
+def _ten_times(loss: passes.Loss, op: Any, prediction: Any, target: Any) -> Any:
+    return 10.0 * op.Pow(prediction - target, 2.0)
+
+
 @pytest.fixture(autouse=True)
 def _rules() -> Iterator[None]:
     """Put the library's rules back in their place."""
@@ -87,6 +91,16 @@ class Global(Case):
 class LossOfOnesOwn(Global):
     def options(self) -> dict[str, Any]:
         return {"loss": Own()}
+
+
+class Patched(Case):
+    """Replace a method of a class of the library."""
+
+    def options(self) -> dict[str, Any]:
+        return {"loss": passes.MeanSquaredError()}
+
+    def change(self) -> None:
+        self.monkeypatch.setattr(passes.MeanSquaredError, "compare", _ten_times)
 
 
 class Reloaded(Case):
@@ -192,7 +206,7 @@ class BesideTheFile(Exported):
         weights.write_bytes((np.float32(3) * np.frombuffer(weights.read_bytes(), np.float32)).tobytes())
 
 
-CASES = (Global, LossOfOnesOwn, Reloaded, Rule, RuleThatReads)
+CASES = (Global, LossOfOnesOwn, Patched, Reloaded, Rule, RuleThatReads)
 WITH_MODEL = (Exported, OtherWeights, OtherWeightsInMemory, BesideTheFile)
 
 

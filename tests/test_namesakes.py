@@ -114,6 +114,21 @@ def test_the_command_beside_a_namesake(is_editable: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_folder_without_code_before_an_editable_installation(tmp_path: Path) -> None:
+    """Python's search ends at the folder, which it takes for a package."""
+    folder, path = tmp_path / "project", tmp_path / "path"
+    (folder / "passes").mkdir(parents=True)
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(EDITABLE)
+    (folder / "train.py").write_text(SCRIPTS["compile"])
+    assert said(folder, "train.py", path=path) == ""
+    assert said(folder, "-m", "graphopt", "run=compile", "model=mlp", path=path) == ""
+    (folder / "train.py").write_text(SCRIPTS["their own first"])
+    line = said(folder, "train.py", path=path)
+    assert re.fullmatch(f"graphopt.errors.GraphoptError: {expected(folder / 'passes')}", line)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["passes", "recipes", "recipes/__init__.py", "recipes.py"])
 def test_what_hides_nothing_does_no_harm(folder: str, tmp_path: Path) -> None:
     place = tmp_path / folder

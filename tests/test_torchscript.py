@@ -701,6 +701,12 @@ NAMES = (
     "strides",
     "anchors",
     "freqs",
+    "inv_freq",
+    "attention_mask",
+    "tril",
+    "priors",
+    "default_boxes",
+    "position_ids",
 )
 
 
@@ -733,6 +739,10 @@ def test_a_parameter_with_the_name_of_a_buffer_trains_and_is_unsure(name: str, f
 
 REGULAR = {
     "mask": [1.0, 0, 1, 1, 0, 0, 1, 0],
+    "attn_mask": [0.0, 0, -10000, 0, -10000, 0, 0, 0],
+    "priors": [0.25, 0.25, 0.1, 0.2, 0.75, 0.25, 0.1, 0.2],
+    "inv_freq": 1e4 ** (-torch.arange(8) / 8),
+    "position_ids": torch.arange(8.0),
     "window": torch.hann_window(8),
     "window_": torch.hamming_window(8, periodic=False),
     "freq": torch.logspace(0, 3, 8),

@@ -33,7 +33,7 @@ rows["target"][:32].tofile("batches/target.bin")
 
 
 def play(desk: Desk) -> str:
-    prepare(desk.folder)
+    theirs = in_torch(prepare(desk.folder)[:-1], desk.folder)
     (desk.folder / "batches").mkdir()
     if desk.has("graphopt/cli/tuning"):
         desk.graphopt("tune", "digits.onnx", "photos", "folder=run")
@@ -61,11 +61,35 @@ def play(desk: Desk) -> str:
     said = desk.command(
         "host/c/build/train", "host", "batches", "1", "saved.safetensors", "-", "image", "target"
     )
-    return f"accuracy {accuracy[-1] if accuracy else 'none'} on others; C: {' '.join(said.split()[:4])}"
+    ours = f"accuracy {accuracy[-1] if accuracy else 'none'} on others (PyTorch {theirs:.3f})"
+    return f"{ours}; C: {' '.join(said.split()[:4])}"
 
 
-def prepare(folder: Path) -> None:
-    """Write a network of the digits 0 to 4 with a batch of 1, and pictures of the others."""
+def in_torch(frozen: torch.nn.Sequential, folder: Path) -> float:
+    """Return the accuracy on others of a head that PyTorch trains on the same features of all photos."""
+    (x, y), (others, truth) = (rows(folder / name) for name in ("photos", "others"))
+    head = torch.nn.Linear(96, len(NAMES))
+    optimizer = torch.optim.AdamW(head.parameters(), 1e-2)
+    with torch.no_grad():
+        x, others = frozen(x), frozen(others)
+    for _ in range(100):
+        for batch in torch.randperm(len(x)).split(32):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(head(x[batch]), y[batch]).backward()
+            optimizer.step()
+    return float((head(others).argmax(1) == truth).float().mean())
+
+
+def rows(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pictures of a folder, float32 [N, 3, 16, 16] from 0 to 1, and their class numbers."""
+    places = sorted(folder.glob("*/*.png"))
+    pictures = np.stack([np.asarray(PIL.Image.open(place)) for place in places]).transpose(0, 3, 1, 2)
+    classes = [sorted(NAMES).index(place.parent.name) for place in places]
+    return torch.tensor(pictures / 255, dtype=torch.float32), torch.tensor(classes)
+
+
+def prepare(folder: Path) -> torch.nn.Sequential:
+    """Write a network of the digits 0 to 4 with a batch of 1, and pictures of the others; return the network."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     digits = load_digits()
@@ -98,3 +122,4 @@ def prepare(folder: Path) -> None:
         gray = PIL.Image.fromarray((255 * pixels[i, 0].numpy()).astype(np.uint8))
         gray.convert("RGB").save(place / f"{i}.png")
     (folder / "photos" / "six" / "Thumbs.db").write_bytes(b"no picture")
+    return net

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -124,12 +125,22 @@ def _is_plain(option: object) -> bool:
     library = type(option).__module__.partition(".")[0] in ("graphopt", "passes")
     return (
         library
+        and not _is_patched(type(option))
         and dataclasses.is_dataclass(option)
         and all(
             _is_plain(value) or (isinstance(field.default, str | tuple) and value == field.default)
             for field in dataclasses.fields(option)
             for value in [getattr(option, field.name)]
         )
+    )
+
+
+def _is_patched(kind: type) -> bool:
+    """Return whether a program has replaced a method of a class, or of one of its bases."""
+    return any(
+        isinstance(method, FunctionType) and method.__module__.split(".")[0] != base.__module__.split(".")[0]
+        for base in kind.__mro__
+        for method in vars(base).values()
     )
 
 

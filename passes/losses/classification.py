@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ON_DEMAND
 from graphopt.graph.rewriting import Read
-from graphopt.graph.values import dims_of, is_floating, rank, wide_type
+from graphopt.graph.values import constant_number, dims_of, is_floating, rank, wide_type
 from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.differentiate import stop_gradient
@@ -474,14 +474,28 @@ def _logits(
     ):
         node = None
     if from_logits:
-        if node is not None:
+        found = _activation_of(prediction)
+        if found:
             warnings.warn(
-                f"{prediction.name!r} comes out of {activation}, but the loss expects logits: "
+                f"{prediction.name!r} comes out of {found}, but the loss expects logits: "
                 "set from_logits=False in the loss",
                 stacklevel=2,
             )
         return prediction
     return None if node is None else node.inputs[0]
+
+
+def _activation_of(x: ir.Value | None) -> str | None:
+    """Return the Sigmoid or Softmax of whose shares a value consists, or None; scikit-learn puts 1 - p beside p."""
+    node = None if x is None else x.producer()
+    if node is None or node.domain != "":
+        return None
+    first, last = node.inputs[0], node.inputs[-1]
+    if node.op_type in ("Sigmoid", "Softmax"):
+        return node.op_type
+    if node.op_type == "Concat":
+        return _activation_of(first) and _activation_of(last)
+    return _activation_of(last) if node.op_type == "Sub" and constant_number(first) == 1 else None
 
 
 def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:

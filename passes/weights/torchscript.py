@@ -27,17 +27,25 @@ _PARAMETERS = re.compile(
     r"weight|bias|in_proj_(weight|bias)|[qkv]_proj_weight|bias_[kv]|original\d*"
     r"|(weight|bias)_(g|v|orig|(ih|hh|hr)(_l\d+)?(_reverse)?)"
 )
-# Names that only buffers have, in PyTorch's modules and in common libraries.
+# Names that only buffers have, in PyTorch's modules and in common libraries, whose numbers may look like a weight's.
 _STATE = {
-    *("running_mean", "running_var", "running_std", "num_batches_tracked", "position_ids", "inv_freq"),
+    *(
+        "running_mean",
+        "running_var",
+        "running_std",
+        "num_batches_tracked",
+        "ema",
+        "embed_avg",
+        "cluster_size",
+    ),
     *("relative_coords_table", "relative_position_index", "final_logits_bias", "embed_scale"),
-    *("attention_mask", "attn_mask", "causal_mask", "tril", "triu", "cos_cached", "sin_cached", "alibi"),
-    *("default_boxes", "prior_boxes", "priors", "dboxes", "ema", "embed_avg", "cluster_size"),
+    *("cos_cached", "sin_cached", "alibi"),
 }
 _STATE_PREFIXES = ("running_", "num_batches", "alphas_cumprod", "ema_")
 # Names that buffers often have and parameters sometimes, with or without a word before, such as `pixel_` or `anchor_`.
 _BUFFERS = {
-    *("anchor", "anchors", "grid", "grids", "slopes", "stride", "strides", "mask", "masks"),
+    *("anchor", "anchors", "grid", "grids", "slopes", "stride", "strides", "mask", "masks", "tril", "triu"),
+    *("position_ids", "default_boxes", "prior_boxes", "priors", "dboxes"),
     *("cos", "sin", "freq", "freqs", "frequencies", "pe", "position_table"),
     *("mean", "means", "std", "stds", "betas", "filt", "mel_basis", "window"),
 }

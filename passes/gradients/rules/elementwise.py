@@ -244,11 +244,15 @@ def by_scale(op: Emitter, terms: Value, x: Value, scale: Value, axis: int, block
         rest = [i for i in range(rank(x)) if i != axis]
         return like(op.ReduceSum(terms, rest, keepdims=0), scale) if rest else terms
     size, blocks = dims_of(x)[axis], dims_of(scale)[axis]
-    if not isinstance(size, int) or not isinstance(blocks, int) or size != blocks * block_size:
+    if not isinstance(size, int) or not isinstance(blocks, int):
         raise GraphoptError(
-            f"DequantizeLinear of {x.name!r}: a scale's gradient needs whole blocks, found {x.shape} in blocks of "
-            f"{block_size}: freeze the scale"
+            f"DequantizeLinear of {x.name!r}: a scale's gradient needs blocks of known sizes, found {x.shape}: freeze "
+            "the scale"
         )
+    if size < blocks * block_size:  # the last block is not full
+        missing = np.zeros(2 * rank(x), np.int64)
+        missing[rank(x) + axis] = blocks * block_size - size
+        terms = op.Pad(terms, missing)
     split = op.constant(np.array([blocks, block_size], np.int64))
     before, after = [op.shape_of(x, 0, axis)] * (axis > 0), [op.shape_of(x, axis + 1)] * (axis + 1 < rank(x))
     rows = op.Reshape(terms, op.Concat(*before, split, *after, axis=0))
