@@ -42,7 +42,7 @@ from passes.ort_gradient import OrtGradient as OrtGradient
 from passes.parameters import Parameters as Parameters
 from passes.parameters import SortInitializers as SortInitializers
 from passes.parameters import Untie as Untie
-from passes.quantize_weights import QuantizeWeights as QuantizeWeights
+from passes.quantization import *
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *

@@ -121,6 +121,12 @@ TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 SURROGATE = Flag("graphopt.surrogate")  # a node whose gradient is another than its slope on purpose
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
+STORED_AS = Text(
+    "graphopt.stored_as"
+)  # of such a node: the name of the result in the file, if not the weight's
+FAKE = Flag("graphopt.fake")  # a node that rounds to integers or back, which the float model leaves out
+RANGE = Text("graphopt.range")  # of an initializer: which end of an activation's range it is, low or high
+OBSERVED = Flag("graphopt.observed")  # a QuantizeLinear whose scale follows from the range of what it rounds
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 EXPORTED_GRAPH = Text("pkg.torch.export.ExportedProgram.graph_signature")  # of a graph: what PyTorch exported
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from

@@ -147,6 +147,7 @@ class ExecutorState(Checked):
         *,
         into: Source | None = None,
         adapters: Literal["merged", "slots"] = "merged",
+        quantized: bool = True,
     ) -> onnx.ModelProto:
         """Return the inference model with the trained weights, under the names of the model that was compiled.
 
@@ -159,6 +160,7 @@ class ExecutorState(Checked):
                 its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
                 Nothing can be merged into integers: if the model has quantized weights with adapters, adapters stay
                 operators.
+            quantized: return the model in integers if it trains by `passes.FakeQuantize`; otherwise, in floats.
 
         Raises:
             GraphoptError: the inference model has no value with one of these names, or `into` is another model.
@@ -168,7 +170,7 @@ class ExecutorState(Checked):
                 f"trained: expected the names of outputs, found {outputs!r}: write trained([{outputs!r}]); for a file, "
                 f"executor.save_trained({outputs!r})"
             )
-        return self._trained("trained", outputs, into, adapters).message()
+        return self._trained("trained", outputs, into, adapters, quantized).message()
 
     @checked()
     def save_trained(
@@ -178,6 +180,7 @@ class ExecutorState(Checked):
         *,
         into: Source | None = None,
         adapters: Literal["merged", "slots"] = "merged",
+        quantized: bool = True,
     ) -> None:
         """Write the model that `trained` returns to the file that `graphopt.save` would write.
 
@@ -189,16 +192,17 @@ class ExecutorState(Checked):
             outputs: as in `trained`.
             into: as in `trained`.
             adapters: as in `trained`.
+            quantized: as in `trained`.
 
         Raises:
             GraphoptError: as in `trained`, or the file cannot be written. Nothing is changed.
         """
         check_path(path, "save_trained", "executor.save_trained('trained.onnx')")
         path = path_of_file(path, "save_trained")
-        self._trained("save_trained", outputs, into, adapters).save(path)
+        self._trained("save_trained", outputs, into, adapters, quantized).save(path)
 
     def _trained(
-        self, call: str, outputs: Sequence[str] | None, into: Source | None, adapters: str
+        self, call: str, outputs: Sequence[str] | None, into: Source | None, adapters: str, quantized: bool
     ) -> ModelParts:
         """Return the inference model with the trained weights; errors name the method `call`."""
         if adapters not in ("merged", "slots"):
@@ -216,7 +220,11 @@ class ExecutorState(Checked):
         else:
             packed = any(note.quantized for _, note in adapted(self._model))
             trained = inference.trained_parts(
-                self._model, self.state, outputs, adapters="kept" if packed else "merged"
+                self._model,
+                self.state,
+                outputs,
+                adapters="kept" if packed else "merged",
+                quantized=quantized,
             )
         if self._labels is not None:
             add_labels(trained.proto, self._labels)
