@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -16,12 +15,12 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import (
     BATCH_CORRECTION,
     IN_TRAINING,
-    OBSERVED,
     OF_BATCH,
     POSITIONS,
     STOP_GRADIENT,
     CumulativeAverage,
     InferenceForm,
+    Observer,
 )
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role
@@ -30,7 +29,7 @@ from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_number, constant_of, given, like, name_of, swap, wide_type
 from graphopt.intervals import within
 from passes.gradients.rules.reduction import channels
-from passes.quantization.observers import follow_range, learn_scale
+from passes.quantization.observers import observe
 from passes.weights import initializers
 from passes.weights.masters import promote_with_master
 
@@ -56,6 +55,8 @@ class TrainingMode(Pass):
     Nodes that are not switched compute their inference form in training, too. A BatchNormalization without stored
     statistics, such as one for standardized weights, stays unchanged.
 
+    The ranges of activations that `FakeQuantize` rounds follow training, as its `observer` says.
+
     Args:
         batch_normalization: switch BatchNormalization.
         dropout: switch Dropout.
@@ -64,11 +65,6 @@ class TrainingMode(Pass):
         seed: the seed of the masks.
         leave_out: shell-style patterns of nodes to leave in their inference form, such as a frozen BatchNormalization,
             one or several: names of nodes, or of the weights and statistics that they read.
-        observer: how the ranges of activations that `FakeQuantize` rounds follow training: as moving averages of the
-            smallest and the largest number of each batch (`ema`), as scales that train (`lsq`: Esser et al. 2020,
-            https://arxiv.org/abs/1902.08153), or not at all.
-        momentum: the share that an average keeps of itself in a step.
-        freeze_after: the number of steps after which averages stay as they are; None never.
         as_exported: switch only the nodes that the file has in training mode. A warning says so of a
             BatchNormalization, as the file itself predicts by the statistics of its batch.
 
@@ -86,20 +82,14 @@ class TrainingMode(Pass):
     seed: int = within("[0, inf)", 0)
     leave_out: Pattern = None
     as_exported: bool = False
-    observer: Literal["ema", "lsq"] | None = "ema"
-    momentum: float = within("[0, 1)", 0.99)
-    freeze_after: int | None = None
 
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
-        if self.observer is not None:
-            for node in [node for node in model.graph if OBSERVED.is_set(node)]:
-                if self.observer == "ema":
-                    follow_range(model, node, self.momentum, self.freeze_after)
-                else:
-                    learn_scale(model, node)
+        for node in list(model.graph):
+            if (observer := Observer.read(node)) is not None:
+                observe(model, node, observer)
         names = dict.fromkeys(x for node in model.graph.all_nodes() if _kind(node) for x in _names(node))
         for pattern in [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []:
             if not any(matches(name, pattern) for name in names):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import warnings
 
 import messages
 import numpy as np
@@ -11,13 +10,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import torch.ao.quantization as quantization
 from builders import mlp, model
 from onnx import numpy_helper
 from steps import outputs
 
 import graphopt
 import passes
-from graphopt import data, models
+from graphopt import models
 from graphopt.graph import inference
 
 RNG = np.random.default_rng(5)
@@ -94,14 +94,12 @@ OPTIONS = {
     "lsq": ({}, "lsq"),
     "fixed": ({"calibrate": "percentile"}, None),
 }
-FOLD = passes.FoldBatchNormalization()
 
 
 def executor_of(network, rows, target, observer="ema", steps=None, **options):
     """Return an executor of a fake-quantized network whose ranges are those of the rows."""
     pipeline = graphopt.standard(
-        quantize=[FOLD, passes.FakeQuantize(**options)],
-        training=passes.TrainingMode(observer=observer),
+        quantize=passes.FakeQuantize(observer=observer, **options),
         **{"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05), **(steps or {})},
     )
     arrays = {"x": rows, "target": target}
@@ -178,3 +176,217 @@ def test_the_runtime_computes_products_on_integers(name, tmp_path):
     off, on = (run(proto, rows, optimize=x) for x in (False, True))
     exact = name in ("mlp", "cnn")
     np.testing.assert_allclose(on, off, rtol=0, atol=1e-5 if exact else 0.03 * np.ptp(off))
+
+
+class Rounded(torch.nn.Module):
+    """PyTorch's fake quantization of a chain of linear or convolutional layers, whose biases are 32-bit integers."""
+
+    def __init__(self, layers, ranges, limit=127):
+        super().__init__()
+        self.layers, self.limit = torch.nn.ModuleList(layers), limit
+        observed = {"averaging_constant": 0.01, "observer": quantization.MovingAverageMinMaxObserver}
+        kind = {"quant_min": 0, "quant_max": 255, "dtype": torch.quint8}
+        self.rounds = torch.nn.ModuleList(quantization.FakeQuantize(**observed, **kind) for _ in layers)
+        for rounds, (low, high) in zip(self.rounds, ranges, strict=True):
+            rounds.activation_post_process.min_val = torch.tensor(low)
+            rounds.activation_post_process.max_val = torch.tensor(high)
+
+    def forward(self, x):
+        for i, (layer, rounds) in enumerate(zip(self.layers, self.rounds, strict=True)):
+            if isinstance(layer, torch.nn.Linear) and x.dim() > 2:
+                x = x.flatten(1)
+            x = rounds(x)
+            axes = tuple(range(1, layer.weight.dim()))
+            scale = (layer.weight.detach().abs().amax(axes) / self.limit).clamp(min=torch.finfo().eps)
+            w = torch.fake_quantize_per_channel_affine(
+                layer.weight, scale, torch.zeros(len(scale)), 0, -self.limit, self.limit
+            )
+            step = rounds.scale.detach() * scale
+            b = layer.bias + (torch.round(layer.bias / step) * step - layer.bias).detach()
+            if isinstance(layer, torch.nn.Linear):
+                x = torch.nn.functional.linear(x, w, b)
+            else:
+                x = torch.nn.functional.conv2d(x, w, b, padding=1)
+            x = torch.relu(x) if i < len(self.layers) - 1 else x
+        return x
+
+
+def beside_pytorch(network, layers, rows, target, names, limit=127):
+    """Train ten steps in both, and compare losses, ranges and weights."""
+    executor = executor_of(network, rows, target, weight_range=limit)
+    weights = initializers(executor.trained(quantized=False))
+    for name, layer in layers.items():
+        layer.weight.data = torch.tensor(weights[f"{name}.weight"])
+        layer.bias.data = torch.tensor(weights[f"{name}.bias"])
+    ranges = [[float(executor.state[f"{name}.{end}"]) for end in ("low", "high")] for name in names]
+    theirs = Rounded(list(layers.values()), ranges, limit)
+    descent = torch.optim.SGD(theirs.parameters(), 0.05)
+    found, expected = [], []
+    for i in range(10):
+        batch = {"x": rows[i::10], "target": target[i::10]}
+        found.append(float(executor.step(batch)["loss"]))
+        descent.zero_grad()
+        loss = torch.nn.functional.mse_loss(theirs(torch.tensor(batch["x"])), torch.tensor(batch["target"]))
+        loss.backward()
+        descent.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for name, layer in layers.items():
+        for kind in ("weight", "bias"):
+            own = executor.state[f"{name}.{kind}"]
+            np.testing.assert_allclose(own, getattr(layer, kind).detach(), rtol=1e-6, atol=1e-6)
+    for name, rounds in zip(names, theirs.rounds, strict=True):
+        ends = (rounds.activation_post_process.min_val, rounds.activation_post_process.max_val)
+        for end, number in zip(("low", "high"), ends, strict=True):
+            np.testing.assert_allclose(executor.state[f"{name}.{end}"], number.item(), rtol=1e-6, atol=1e-6)
+    return executor
+
+
+@pytest.mark.parametrize("limit", [127, 63])
+def test_ten_steps_are_those_of_pytorchs_fake_quantization(limit):
+    layers = {f"fc{i}": torch.nn.Linear(*sizes) for i, sizes in enumerate([(6, 16), (16, 8), (8, 3)])}
+    executor = beside_pytorch(mlp((6, 16, 8, 3), "Relu"), layers, X, T, ["x", "a0", "a1"], limit)
+    before = dict(executor.state)
+    executor.predict(x=10 * X)
+    executor.evaluate(x=10 * X, target=T)
+    assert all(np.array_equal(before[name], x) for name, x in executor.state.items())
+
+
+def test_ten_steps_of_a_convolution_are_those_of_pytorchs_fake_quantization():
+    network = model(
+        """g (float[N,3,8,8] x) => (float[N,3] y) { c = Conv<pads=[1,1,1,1]>(x, "c0.weight", "c0.bias") r = Relu(c)
+            v = Flatten(r) y = Gemm<transB=1>(v, "fc.weight", "fc.bias") }""",
+        **{"c0.weight": normal(4, 3, 3, 3), "c0.bias": normal(4)},
+        **{"fc.weight": normal(3, 256, scale=0.1), "fc.bias": normal(3)},
+    )
+    layers = {"c0": torch.nn.Conv2d(3, 4, 3, padding=1), "fc": torch.nn.Linear(256, 3)}
+    beside_pytorch(network, layers, IMAGES, T[:24], ["x", "r"])
+
+
+def test_learnt_scales_have_pytorchs_gradients():
+    """Of `torch._fake_quantize_learnable_per_tensor_affine`, whose factor is 1 / sqrt(n 255)."""
+    network = mlp((6, 3), "Relu")
+    weights = initializers(network)
+    executor = executor_of(network, X, T, "lsq", calibrate="percentile")
+    low, high = float(X.min()), float(X.max())
+    scale = torch.tensor([(high - low) / 255 * 0.6], requires_grad=True)
+    executor.state = {**executor.state, "x.scale": scale.detach().numpy()[0]}
+    zero = torch.tensor([float(np.rint(-low / np.float32((high - low) / 255)))])
+    factor = 1 / np.sqrt(6 * 255)
+    x = torch._fake_quantize_learnable_per_tensor_affine(torch.tensor(X), scale, zero, 0, 255, factor)
+    w, b = torch.tensor(weights["fc0.weight"]), torch.tensor(weights["fc0.bias"])
+    steps = w.abs().amax(1) / 127
+    w = torch.fake_quantize_per_channel_affine(w, steps, torch.zeros(3), 0, -127, 127)
+    b = torch.round(b / (steps * scale.detach())) * steps * scale.detach()
+    loss = torch.nn.functional.mse_loss(torch.nn.functional.linear(x, w, b), torch.tensor(T))
+    loss.backward()
+    found = executor.step(x=X, target=T)["loss"]
+    np.testing.assert_allclose(found, loss.item(), rtol=1e-6)
+    moved = executor.state["x.scale"] - scale.detach().numpy()[0]
+    np.testing.assert_allclose(moved, -0.05 * scale.grad.numpy()[0], rtol=1e-4)
+
+
+COMPOSED = {
+    "accumulated": {"accumulate": passes.Accumulate(2)},
+    "recomputed": {"recompute": passes.Recompute()},
+    "16 bits": {"precision": passes.MixedPrecision()},
+    "penalty and clipping": {"regularizer": passes.L2(1e-3), "clip": passes.ClipGlobalNorm(0.1)},
+    "averages": {"average": passes.EMA(0.9)},
+    "frozen": {"parameters": passes.Parameters(freeze="*.bias", unfreeze="layers.0.*")},
+    "standardized": {"standardize": passes.Standardize(0.5, 2.0)},
+}
+
+
+@pytest.mark.parametrize("steps", COMPOSED)
+def test_the_file_is_exact_with_other_passes(steps):
+    executor, rows = trained("cnn", steps=COMPOSED[steps])
+    expected = run(simulated(executor), rows, optimize=False)
+    np.testing.assert_array_equal(run(executor.trained(), rows, optimize=False), expected)
+
+
+def test_a_distilled_file_is_exact(tmp_path):
+    teacher = str(tmp_path / "teacher.onnx")
+    graphopt.save(models.cnn((3, 8, 8), 3, channels=(8,), seed=1), teacher)
+    labels = RNG.integers(0, 3, len(IMAGES))
+    executor = executor_of(NETWORKS["cnn"][0](), IMAGES, labels, steps={"loss": passes.Distillation(teacher)})
+    executor.step(x=IMAGES, target=labels)
+    expected = run(simulated(executor), IMAGES, optimize=False)
+    np.testing.assert_array_equal(run(executor.trained(), IMAGES, optimize=False), expected)
+
+
+def test_folding_keeps_what_the_model_computes():
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,4] y) {
+            a = Conv(x, w0) b = BatchNormalization<epsilon=0.01>(a, ng, ns, nm, nv)
+            c = ConvTranspose<group=2>(b, w1, b1) d = BatchNormalization(c, og, os, om, ov)
+            p = GlobalAveragePool(d) f = Flatten(p) h = Gemm<alpha=0.5>(f, w2) i = BatchNormalization(h, pg, ps, pm, pv)
+            k = MatMul(i, w3) y = BatchNormalization(k, qg, qs, qm, qv) }""",
+        **{
+            "w0": normal(6, 3, 3, 3),
+            "w1": normal(6, 2, 3, 3),
+            "b1": normal(4),
+            "w2": normal(4, 5),
+            "w3": normal(5, 4),
+        },
+        **{**norm("n", 6), **norm("o", 4), **norm("p", 5), **norm("q", 4)},
+    )
+    loaded = graphopt.load(proto)
+    passes.FoldBatchNormalization()(loaded)
+    assert not any(node.op_type == "BatchNormalization" for node in loaded.graph)
+    np.testing.assert_allclose(run(loaded, IMAGES), run(proto, IMAGES), rtol=1e-4, atol=1e-5)
+
+
+def test_a_normalization_that_something_else_feeds_stays():
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,2,6,6] y) {
+            a = Conv(x, w) b = BatchNormalization(a, ng, ns, nm, nv) y = Add(a, b) }""",
+        w=normal(2, 3, 3, 3),
+        **norm("n", 2),
+    )
+    loaded = graphopt.load(proto)
+    passes.FoldBatchNormalization()(loaded)
+    assert [node.op_type for node in loaded.graph] == ["Conv", "BatchNormalization", "Add"]
+
+
+def test_ranges_move_only_while_they_are_not_frozen():
+    executor = executor_of(mlp((6, 3), "Relu"), X, T, freeze_after=2, momentum=0.5)
+    highs = []
+    for i in range(4):
+        executor.step(x=(2 + i) * X, target=T)
+        highs.append(float(executor.state["x.high"]))
+    start = float(X.max())
+    expected = [1.5 * start, 2.25 * start, 2.25 * start, 2.25 * start]
+    np.testing.assert_allclose(highs, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy"])
+def test_calibration_leaves_out_outliers(method):
+    rows = np.concatenate([X] * 200)
+    rows[0, 0] = 1000
+    targets = np.concatenate([T] * 200)
+    executor = executor_of(mlp((6, 3), "Relu"), rows[:2048], targets[:2048], None, calibrate=method)
+    (scale,) = (x for name, x in initializers(executor.trained()).items() if name == "x.scale")
+    assert scale < 1000 / 255 if method == "entropy" else scale < 1010 / 255
+
+
+def test_a_tied_or_embedded_weight_stays_in_float():
+    proto = model(
+        """g (int64[N,2] x) => (float[N,2,5] y) { e = Gather(w, x) t = Transpose<perm=[1,0]>(w) h = MatMul(e, v)
+            y = MatMul(h, t) }""",
+        w=normal(5, 4),
+        v=normal(4, 4),
+    )
+    pipeline = graphopt.standard(
+        quantize=passes.FakeQuantize(), loss=passes.CrossEntropy(axis=-1), optimizer=passes.SGD(0.1)
+    )
+    tokens = np.arange(20).reshape(10, 2) % 5
+    arrays = {"x": tokens, "target": tokens}
+    executor = graphopt.Executor(graphopt.adapt(pipeline, proto, arrays, validation=None)(proto), threads=1)
+    executor.step(arrays)
+    kinds = {name: x.dtype for name, x in initializers(executor.trained()).items()}
+    assert (kinds["w"], kinds["v"]) == (np.float32, np.int8)
+
+
+@pytest.mark.parametrize("call", messages.calls("fake_quantize_mistakes"))
+def test_mistakes(call):
+    messages.refused("fake_quantize_mistakes", call, globals())

@@ -126,7 +126,6 @@ STORED_AS = Text(
 )  # of such a node: the name of the result in the file, if not the weight's
 FAKE = Flag("graphopt.fake")  # a node that rounds to integers or back, which the float model leaves out
 RANGE = Text("graphopt.range")  # of an initializer: which end of an activation's range it is, low or high
-OBSERVED = Flag("graphopt.observed")  # a QuantizeLinear whose scale follows from the range of what it rounds
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 EXPORTED_GRAPH = Text("pkg.torch.export.ExportedProgram.graph_signature")  # of a graph: what PyTorch exported
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
@@ -520,6 +519,24 @@ class CumulativeAverage(Note, key="graphopt.cumulative_average", expected="a num
 
     def check(self) -> None:
         expect(0 <= self.batches < 2**53)
+
+
+@dataclass(frozen=True)
+class Observer(Note, key="graphopt.observer", expected="how the range of an activation follows training"):
+    """Mark a QuantizeLinear whose range training moves; see `passes.FakeQuantize`.
+
+    Args:
+        kind: `ema` or `lsq`.
+        momentum: the share that a moving average keeps of itself in a step.
+        freeze_after: the number of steps after which it stays.
+    """
+
+    kind: str
+    momentum: float = 0.0
+    freeze_after: int | None = None
+
+    def check(self) -> None:
+        expect(self.kind in ("ema", "lsq"), 0 <= self.momentum < 1, (self.freeze_after or 0) >= 0)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import PREFIX, STORED, STORED_AS, STORED_TYPE, Detached, Note, expect
+from graphopt.graph.metadata import FAKE, PREFIX, STORED, STORED_AS, STORED_TYPE, Detached, Note, Observer, expect
 from graphopt.graph.opsets import Versions
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured, extracted_between
@@ -230,6 +230,9 @@ def store(model: ir.Model) -> None:
             graph.register_initializer(value)
             ir.convenience.replace_all_uses_with(y, value, replace_graph_outputs=True)
     RemoveUnusedNodesPass()(model)
+    for node in graph:
+        FAKE.remove(node)
+        Observer.remove(node)
     for value in graph.initializers.values():
         stored_type = STORED_TYPE.read(value)
         if stored_type is not None and (tensor := value.const_value) is not None:

@@ -19,7 +19,7 @@ from graphopt.graph import inference
 from graphopt.graph.classified import note_classification
 from graphopt.graph.loading import Source
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in
+from graphopt.graph.metadata import FAKE, UNTRAINED, add_labels, labels_in
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.roles import FED, Role, with_role
@@ -211,6 +211,11 @@ class ExecutorState(Checked):
             if outputs is not None:
                 raise GraphoptError(
                     f"{call}: outputs: expected none with into, whose outputs stay, found some"
+                )
+            if any(FAKE.is_set(node) for node in self._model.graph):
+                raise GraphoptError(
+                    f"{call}: into: expected none, since a model that trains by FakeQuantize has other operators in "
+                    "integers, and folded weights, found a model: leave into out"
                 )
             trained = trained_into(self._model, self.state, into, slots=adapters == "slots")
         elif adapters == "slots":

@@ -16,18 +16,20 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import (
     FAKE,
     FROZEN,
-    OBSERVED,
     RANGE,
     STOP_GRADIENT,
     STORED,
     STORED_AS,
     InferenceForm,
+    Observer,
 )
 from graphopt.graph.rewriting import Pass, Pattern, Read, selects
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, swap
+from graphopt.intervals import within
 from passes.quantization import placement
 from passes.quantization.calibration import METHODS, ranges_of
+from passes.quantization.fold import FoldBatchNormalization
 from passes.quantization.placement import Product
 from passes.weights.initializers import register
 from passes.weights.masters import INT32_RANGE
@@ -42,15 +44,15 @@ QUANTIZERS = ("DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear")
 class FakeQuantize(Pass):
     """Round weights and activations to integers and back, as the model's form in few bits will.
 
-    A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each block.
-    An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x; biases
-    become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et al. 2018,
+    A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each
+    block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
+    biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et al. 2018,
     https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model with integers, `trained(quantized=False)`
     with floating-point weights. Operators whose inputs become integers are those that ONNX Runtime computes on
     integers.
 
-    Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains,
-    `TrainingMode(observer=...)` moves them; without that pass they stay, so that the model is trained for fixed ranges.
+    Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
+    the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
 
     Args:
         weights: the integers that weights become.
@@ -62,6 +64,11 @@ class FakeQuantize(Pass):
         calibrate: the ranges that are learnt: the smallest and the largest numbers, percentiles 0.001 and 99.999, or
             the range whose histogram has the least relative entropy.
         bias: round biases as the runtime does.
+        observer: how ranges follow training: as moving averages of the smallest and the largest number of each batch
+            (`ema`), by scales that train (`lsq`: Esser et al. 2020, https://arxiv.org/abs/1902.08153), or not at all.
+        momentum: the share that a moving average keeps of itself in a step.
+        freeze_after: the number of steps after which moving averages stay as they are; None for never.
+        fold: first fold BatchNormalization into products, as `FoldBatchNormalization` does.
         pattern: quantize only products whose weights have these names, shell-style, one or several.
         leave_out: do not quantize these.
 
@@ -88,18 +95,25 @@ class FakeQuantize(Pass):
     ranges: Mapping[str, tuple[float, float]] | None = field(default=None, repr=False)
     calibrate: Literal["minmax", "percentile", "entropy"] = "minmax"
     bias: bool = True
+    observer: Literal["ema", "lsq"] | None = "ema"
+    momentum: float = within("[0, 1)", 0.99)
+    freeze_after: int | None = None
+    fold: bool = True
     pattern: Pattern = None
     leave_out: Pattern = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choices = {"weights": LIMITS, "activations": ("uint8", "int8", None), "calibrate": METHODS}
+        choices["observer"] = ("ema", "lsq", None)
         for name, known in choices.items():
             if (found := getattr(self, name)) not in known:
                 raise _wrong(name, " or ".join(map(repr, known)), found)
         limit = LIMITS[self.weights]
         if self.weight_range is not None and not 1 <= self.weight_range <= limit:
             raise _wrong("weight_range", f"1 to {limit}, the largest {self.weights}", self.weight_range)
+        if self.freeze_after is not None and self.freeze_after < 0:
+            raise _wrong("freeze_after", "0 steps or more", self.freeze_after)
         if self.block is not None and self.block < 2:
             raise _wrong("block", "2 numbers or more", self.block)
         if self.ranges is not None:
@@ -112,7 +126,10 @@ class FakeQuantize(Pass):
         return self.ranges is None and self.activations is not None
 
     def adapted(self, model: ir.Model, read: Read) -> FakeQuantize:
+        model = model.clone()
         ensure_typed(model)
+        if self.fold:
+            FoldBatchNormalization().rewrite(model)
         rounded = placement.tensors(model.graph, self._nodes(self._products(model)), others=not self.pattern)
         names = [*dict.fromkeys(map(name_of, rounded.values()))]
         return replace(self, ranges=ranges_of(self.calibrate, model, names, read))
@@ -126,6 +143,8 @@ class FakeQuantize(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
+        if self.fold:
+            FoldBatchNormalization().rewrite(model)
         products = self._products(model)
         rounded: dict[ir.Value, ir.Value] = {}
         if self.activations is not None:
@@ -203,21 +222,19 @@ class _Writer:
 
     def round_activation(self, x: ir.Value, root: ir.Value) -> None:
         """Make the readers of an activation read its rounded numbers."""
-        op, name = self._op, name_of(x)
+        options = self._options
         uses = [(node, index) for node, index in x.uses() if not _is_shape(node)]
-        is_first = root not in self._points
-        if is_first:
+        if root not in self._points:
             self._points[root] = self._point(name_of(root))
         scale, zero = self._points[root]
         rounded = self._pass(x, scale, zero)
-        if x is root:
-            OBSERVED.set(_quantizer(rounded))
+        if x is root and options.observer is not None:
+            Observer(options.observer, options.momentum, options.freeze_after).write(_quantizer(rounded))
         redirect(uses, rounded)
         if x.is_graph_output():
             swap(x, rounded)
             _quantizer(rounded).replace_input_with(0, x)
         self._scales[rounded] = scale
-        assert name
 
     def _point(self, name: str) -> tuple[ir.Value, ir.Value]:
         """Emit the scale and the zero point of an activation from its range."""
@@ -269,7 +286,7 @@ class _Writer:
         zero = None
         if options.weights == "int8":
             shape = [sizes[product.axis]]
-            zero = op.constant(np.zeros(shape if blocked is None else _block_shape(scale), np.int8))
+            zero = op.constant(np.zeros(shape if blocked is None else _sizes(scale), np.int8))
         rounded = self._pass(w, scale, zero, **layout)
         STORED.set(_quantizer(rounded))
         node.replace_input_with(1, rounded)
@@ -352,10 +369,6 @@ def _is_shape(node: ir.Node) -> bool:
 def _sizes(w: ir.Value) -> list[int]:
     assert w.shape is not None
     return list(w.shape.numpy())
-
-
-def _block_shape(scale: ir.Value) -> list[int]:
-    return _sizes(scale)
 
 
 def _is_vector(bias: ir.Value | None, size: int) -> bool:

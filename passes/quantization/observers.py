@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import RANGE, STOP_GRADIENT, STORED_AS, InferenceForm
+from graphopt.graph.metadata import RANGE, STOP_GRADIENT, STORED_AS, InferenceForm, Observer
 from graphopt.graph.roles import Role
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dims_of, given, name_of
@@ -17,7 +17,15 @@ from graphopt.graph.values import dims_of, given, name_of
 LEVELS = 255
 
 
-def follow_range(model: ir.Model, node: ir.Node, momentum: float, freeze_after: int | None) -> None:
+def observe(model: ir.Model, node: ir.Node, observer: Observer) -> None:
+    """Give the range of what a QuantizeLinear rounds its training form."""
+    if observer.kind == "ema":
+        _follow_range(model, node, observer)
+    else:
+        _learn_scale(model, node)
+
+
+def _follow_range(model: ir.Model, node: ir.Node, observer: Observer) -> None:
     """Make the range of what a QuantizeLinear rounds the moving average of the batches' ranges.
 
     The step rounds by the new range, and inference by the stored one, as PyTorch's MovingAverageMinMaxObserver does.
@@ -27,15 +35,15 @@ def follow_range(model: ir.Model, node: ir.Node, momentum: float, freeze_after: 
         state.promote(model, old, Role.STATISTIC)
         with Emitter(model) as op:
             seen = STOP_GRADIENT.mark((op.ReduceMin if end == "low" else op.ReduceMax)(x, keepdims=0))
-            new = momentum * old + (1 - momentum) * seen
-            if freeze_after is not None:
-                new = op.Where(op.Less(state.counter(model), freeze_after), new, old)
+            new = observer.momentum * old + (1 - observer.momentum) * seen
+            if observer.freeze_after is not None:
+                new = op.Where(op.Less(state.counter(model), observer.freeze_after), new, old)
             reader.replace_input_with(0, new)
             InferenceForm(inputs={0: name_of(old)}).write(reader.outputs[0])
             state.set_next(model, old, op.Identity(new))
 
 
-def learn_scale(model: ir.Model, node: ir.Node) -> None:
+def _learn_scale(model: ir.Model, node: ir.Node) -> None:
     """Make the scale by which a QuantizeLinear rounds a parameter, whose zero point stays.
 
     Its gradient is multiplied by 1 / sqrt(n 255), of the n numbers of a row (Esser et al. 2020, section 2.2).

@@ -180,11 +180,14 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
 
 
 def _is_smoothable(node: ir.Node) -> bool:
-    """Return whether a node reads the integers of a QuantizeLinear, and both have the same constant scale."""
+    """Return whether a node reads the integers of a QuantizeLinear, and both have the same scale, which is constant."""
     x = node.inputs[0] if node.op_type == DEQUANTIZE and not node.domain else None
     quantizer = None if x is None else x.producer()
     if quantizer is None or quantizer.op_type != QUANTIZE or quantizer.domain:
         return False
+    scale = given(node.inputs[1])
+    if scale is quantizer.inputs[1] and (source := scale.producer()) is not None and STOP_GRADIENT.is_set(source):
+        return True
     first, second = constant_of(quantizer.inputs[1]), constant_of(node.inputs[1])
     return (
         first is not None
