@@ -19,6 +19,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.graph import inference
+from graphopt.inspection.report import report
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((48, 6)).astype(np.float32)
@@ -385,6 +386,26 @@ def test_a_tied_or_embedded_weight_stays_in_float():
     executor.step(arrays)
     kinds = {name: x.dtype for name, x in initializers(executor.trained()).items()}
     assert (kinds["w"], kinds["v"]) == (np.float32, np.int8)
+
+
+def test_the_report_names_integer_kernels_and_what_stops_them():
+    proto = branches()
+    pipeline = graphopt.standard(
+        quantize=passes.FakeQuantize(leave_out="w3"),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1),
+    )
+    arrays = {"x": IMAGES, "target": np.abs(T[:24])}
+    lines = report(proto, graphopt.adapt(pipeline, proto, arrays, validation=None)).summary().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("integers"))
+    assert [" ".join(line.split()) for line in lines[start : start + 6]] == [
+        "integers 3 of 5 products by ONNX Runtime's integer kernels",
+        "w0 Conv QLinearConv",
+        "w1 Conv QLinearConv",
+        "w2 ConvTranspose float: the runtime has no integer kernel for ConvTranspose",
+        "w3 Conv float: its second factor stays in floats: it is no weight of its own, or is left out",
+        "w4 MatMul QLinearMatMul",
+    ]
 
 
 @pytest.mark.parametrize("call", messages.calls("fake_quantize_mistakes"))

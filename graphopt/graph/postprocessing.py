@@ -19,7 +19,17 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import FAKE, PREFIX, STORED, STORED_AS, STORED_TYPE, Detached, Note, Observer, expect
+from graphopt.graph.metadata import (
+    FAKE,
+    PREFIX,
+    STORED,
+    STORED_AS,
+    STORED_TYPE,
+    Detached,
+    Note,
+    Observer,
+    expect,
+)
 from graphopt.graph.opsets import Versions
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured, extracted_between

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -46,10 +46,9 @@ class FakeQuantize(Pass):
 
     A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each
     block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
-    biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et al. 2018,
-    https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model with integers, `trained(quantized=False)`
-    with floating-point weights. Operators whose inputs become integers are those that ONNX Runtime computes on
-    integers.
+    biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et
+    al. 2018, https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model in integers, and
+    `trained(quantized=False)` in floats. Activations are rounded where ONNX Runtime then computes on integers.
 
     Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
     the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
@@ -376,9 +375,9 @@ def _is_vector(bias: ir.Value | None, size: int) -> bool:
     return bias is not None and is_floating(bias) and _sizes(bias) in ([size], [1, size])
 
 
-def _range(name: object, numbers: object) -> tuple[float, float]:
+def _range(name: object, numbers: Sequence[float]) -> tuple[float, float]:
     try:
-        low, high = map(float, numbers)  # type: ignore[arg-type]
+        low, high = map(float, numbers)
     except (TypeError, ValueError):
         low = high = math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):

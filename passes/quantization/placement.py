@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 from passes.weights.initializers import is_weight
 
 
@@ -122,6 +122,43 @@ def stopped(node: ir.Node) -> str:
     if node.op_type == "MatMul" and len(getattr(node.inputs[1], "shape", None) or ()) < 2:
         return "its weight is a vector"
     return ""
+
+
+def kernels(graph: ir.Graph) -> Iterator[tuple[str, str, str]]:
+    """Yield for each product of a graph that is rounded its weight, its operator, and its kernel or what stops it."""
+    for node in graph:
+        row = row_of(node)
+        if row.channel is None or len(node.inputs) < 2:
+            continue
+        w = node.inputs[1]
+        name = name_of(node) if w is None else name_of(_origin(w))
+        why = stopped(node)
+        if not why and not _is_rounded(w):
+            why = "its second factor stays in floats: it is no weight of its own, or is left out"
+        elif not why and not _is_rounded(node.inputs[0]):
+            why = "its input stays in floats"
+        elif not why and row.rounds and not _follows(end_of(node.outputs[0])):
+            why = "its output stays in floats"
+        yield name, node.op_type, f"float: {why}" if why else row.kernel
+
+
+def _origin(x: ir.Value) -> ir.Value:
+    """Return the initializer that a value is made from, or the value."""
+    origin = x
+    while (node := origin.producer()) is not None and node.inputs and node.inputs[0] is not None:
+        origin = node.inputs[0]
+    return origin if origin.is_initializer() else x
+
+
+def _is_rounded(x: ir.Value | None) -> bool:
+    node = None if x is None else x.producer()
+    return node is not None and node.op_type == "DequantizeLinear"
+
+
+def _follows(y: ir.Value) -> bool:
+    """Return whether a QuantizeLinear alone reads a value."""
+    readers = [*y.consumers()]
+    return bool(readers) and all(node.op_type == "QuantizeLinear" for node in readers)
 
 
 def end_of(y: ir.Value) -> ir.Value:

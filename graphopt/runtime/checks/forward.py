@@ -186,7 +186,11 @@ def _is_smoothable(node: ir.Node) -> bool:
     if quantizer is None or quantizer.op_type != QUANTIZE or quantizer.domain:
         return False
     scale = given(node.inputs[1])
-    if scale is quantizer.inputs[1] and (source := scale.producer()) is not None and STOP_GRADIENT.is_set(source):
+    if (
+        scale is quantizer.inputs[1]
+        and (source := scale.producer()) is not None
+        and STOP_GRADIENT.is_set(source)
+    ):
         return True
     first, second = constant_of(quantizer.inputs[1]), constant_of(node.inputs[1])
     return (
