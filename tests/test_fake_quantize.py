@@ -20,6 +20,7 @@ import passes
 from graphopt import models
 from graphopt.graph import inference
 from graphopt.inspection.report import report
+from graphopt.targets.native.lowering import plan
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((48, 6)).astype(np.float32)
@@ -386,6 +387,25 @@ def test_a_tied_or_embedded_weight_stays_in_float():
     executor.step(arrays)
     kinds = {name: x.dtype for name, x in initializers(executor.trained()).items()}
     assert (kinds["w"], kinds["v"]) == (np.float32, np.int8)
+
+
+def test_kernels_compute_rounding_with_what_is_around_it():
+    executor, _ = trained("cnn", count=0)
+    kernels = plan(executor.model)
+    assert not any("QuantizeLinear" in node.op_type for node in kernels.model.graph)
+
+
+@pytest.mark.slow
+def test_kernels_train_as_the_runtime_does():
+    executor, rows = trained("mlp", count=0)
+    target = np.tanh(T)
+    other = graphopt.Executor(executor.model, threads=1, native=True)
+    for _ in range(5):
+        one, two = (each.step(x=rows, target=target)["loss"] for each in (executor, other))
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+    np.testing.assert_allclose(
+        other.predict(x=rows)["y"], run(other.trained(), rows, optimize=False), atol=1e-5
+    )
 
 
 def test_the_report_names_integer_kernels_and_what_stops_them():

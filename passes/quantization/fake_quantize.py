@@ -227,12 +227,15 @@ class _Writer:
             self._points[root] = self._point(name_of(root))
         scale, zero = self._points[root]
         rounded = self._pass(x, scale, zero)
-        if x is root and options.observer is not None:
-            Observer(options.observer, options.momentum, options.freeze_after).write(_quantizer(rounded))
+        quantizer = _quantizer(rounded)
+        if x is not root:
+            rounded = self._straight(rounded, x)  # it is rounded already
+        elif options.observer is not None:
+            Observer(options.observer, options.momentum, options.freeze_after).write(quantizer)
         redirect(uses, rounded)
         if x.is_graph_output():
             swap(x, rounded)
-            _quantizer(rounded).replace_input_with(0, x)
+            quantizer.replace_input_with(0, x)
         self._scales[rounded] = scale
 
     def _point(self, name: str) -> tuple[ir.Value, ir.Value]:
@@ -244,8 +247,9 @@ class _Writer:
             for end, number in zip(("low", "high"), self._options.ranges[name], strict=True)
         )
         least, most = op.Min(low, 0.0), op.Max(high, 0.0)
-        scale = STOP_GRADIENT.mark(op.Max((most - least) / 255.0, LEAST))
-        zero = op.Clip(op.Round(op.Neg(least) / scale), 0.0, 255.0)
+        step = (most - least) / 255.0
+        scale = STOP_GRADIENT.mark(op.Max(step, LEAST))
+        zero = op.Clip(op.Round(op.Neg(least) / op.Max(step, LEAST)), 0.0, 255.0)  # stays if the scale trains
         dtype = ir.DataType[str(self._options.activations).upper()]
         zero = op.Cast(zero - 128.0 if dtype is ir.DataType.INT8 else zero, to=dtype)
         return self._stored(scale, f"{name}.scale"), self._stored(zero, f"{name}.zero_point")
@@ -288,7 +292,7 @@ class _Writer:
             zero = op.constant(np.zeros(shape if blocked is None else _sizes(scale), np.int8))
         rounded = self._pass(w, scale, zero, **layout)
         STORED.set(_quantizer(rounded))
-        node.replace_input_with(1, rounded)
+        node.replace_input_with(1, self._straight(rounded, w))
         if counts:
             assert bias is not None and scale_of_x is not None
             node.replace_input_with(2, self._round_bias(bias, flat, scale_of_x * scale))
@@ -324,8 +328,13 @@ class _Writer:
         rounded = op.DequantizeLinear(integers, scale, axis=0)
         for y in [*steps, integers, rounded]:
             FAKE.mark(y)
-        passed = flat - STOP_GRADIENT.mark(op.Identity(flat))
-        return InferenceForm(same_as=0).write(rounded + passed)
+        return self._straight(rounded, flat)
+
+    def _straight(self, rounded: ir.Value, x: ir.Value) -> ir.Value:
+        """Emit rounded numbers whose gradient passes to the numbers themselves: y = r + (x - x), with r constant."""
+        op = self._op
+        passed = x - STOP_GRADIENT.mark(op.Identity(x))
+        return like(InferenceForm(same_as=0).write(STOP_GRADIENT.mark(rounded) + passed), x)
 
     def _pass(self, x: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: int) -> ir.Value:
         """Emit a QuantizeLinear and its DequantizeLinear."""

@@ -83,7 +83,7 @@ def _fold(model: ir.Model, product: Product) -> None:
 
 def _along(node: ir.Node, factor: np.ndarray, w: np.ndarray) -> np.ndarray:
     """Return the factors of a weight's outputs in a form that broadcasts to the weight."""
-    if node.op_type == "Conv" or (node.op_type == "Gemm" and node.attributes.get_int("transB", 0)):
+    if node.op_type == "Conv" or (node.op_type == "Gemm" and node.attributes.get_int("transB", 0) != 0):
         return factor.reshape(-1, *[1] * (w.ndim - 1))
     if node.op_type != "ConvTranspose":
         return factor

@@ -106,7 +106,7 @@ def products(graph: ir.Graph) -> Iterator[Product]:
 
 
 def _channel(node: ir.Node, channel: int, rank: int) -> int:
-    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
+    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) != 0:
         return 0
     return channel % rank
 
@@ -117,7 +117,7 @@ def stopped(node: ir.Node) -> str:
         return f"the runtime has no integer kernel for {node.op_type}"
     if node.op_type == "Gemm":
         factors = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
-        if factors != [1.0, 1.0] or node.attributes.get_int("transA", 0):
+        if factors != [1.0, 1.0] or node.attributes.get_int("transA", 0) != 0:
             return "alpha, beta or transA is set"
     if node.op_type == "MatMul" and len(getattr(node.inputs[1], "shape", None) or ()) < 2:
         return "its weight is a vector"
