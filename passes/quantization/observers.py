@@ -34,7 +34,7 @@ def _follow_range(model: ir.Model, node: ir.Node, observer: Observer) -> None:
     for end, (reader, old) in _range(node).items():
         state.promote(model, old, Role.STATISTIC)
         with Emitter(model) as op:
-            seen = STOP_GRADIENT.mark((op.ReduceMin if end == "low" else op.ReduceMax)(x, keepdims=0))
+            seen = (op.ReduceMin if end == "low" else op.ReduceMax)(x, keepdims=0)
             new = observer.momentum * old + (1 - observer.momentum) * seen
             if observer.freeze_after is not None:
                 new = op.Where(op.Less(state.counter(model), observer.freeze_after), new, old)

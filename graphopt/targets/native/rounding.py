@@ -11,7 +11,7 @@ _INTEGERS = (ir.DataType.INT4, ir.DataType.INT8, ir.DataType.UINT4, ir.DataType.
 
 
 def write_out_rounding(model: ir.Model) -> None:
-    """Replace each QuantizeLinear of float32, and the DequantizeLinear that alone reads it, by (round(x / s) + z - z) s.
+    """Replace each QuantizeLinear of float32 and the DequantizeLinear that reads it by arithmetic of floats.
 
     All numbers are whole and less than 2^24 once they are clipped, so that float32 has them exactly.
     """
