@@ -45,8 +45,8 @@ def residual():
             zero = Constant<value=float {0}>() six = Constant<value=float {6}>()
             c = Conv<pads=[1,1,1,1]>(x, w0, b0) n = BatchNormalization(c, ng, ns, nm, nv) r = Relu(n)
             d = Conv<pads=[1,1,1,1], group=8>(r, w1) o = BatchNormalization(d, og, os, om, ov) q = Clip(o, zero, six)
-            e = Conv(q, w2, b2) a = Add(e, r) f = Relu(a) p = GlobalAveragePool(f) v = Flatten(p)
-            y = Gemm<transB=1>(v, w3, b3) }""",
+            e = Conv(q, w2, b2) a = Add(e, r) f = Relu(a) axes = Constant<value=int64[2] {2, -1}>()
+            p = ReduceMean<keepdims=0>(f, axes) y = Gemm<transB=1>(p, w3, b3) }""",
         **{"w0": normal(8, 3, 3, 3), "b0": normal(8), "w1": normal(8, 1, 3, 3), "w2": normal(8, 8, 1, 1)},
         **{"b2": normal(8), "w3": normal(3, 8), "b3": normal(3)},
         **norm("n", 8),
@@ -369,6 +369,21 @@ def test_calibration_leaves_out_outliers(method):
     executor = executor_of(mlp((6, 3), "Relu"), rows[:2048], targets[:2048], None, calibrate=method)
     (scale,) = (x for name, x in initializers(executor.trained()).items() if name == "x.scale")
     assert scale < 1000 / 255 if method == "entropy" else scale < 1010 / 255
+
+
+@pytest.mark.parametrize("opset", [13, 17, 20])
+def test_the_file_has_the_opset_that_it_had(opset):
+    proto = model(
+        "g (float[N,6] x) => (float[N,3] y) { h = Gemm(x, w, b) r = Relu(h) y = MatMul(r, v) }",
+        opset=opset,
+        **{"w": normal(6, 8), "b": normal(8), "v": normal(8, 3)},
+    )
+    executor = executor_of(proto, X, T)
+    executor.step(x=X, target=T)
+    found = executor.trained()
+    assert found.opset_import[0].version == opset
+    expected = run(simulated(executor), X, optimize=False)
+    np.testing.assert_array_equal(run(found, X, optimize=False), expected)
 
 
 def test_a_tied_or_embedded_weight_stays_in_float():

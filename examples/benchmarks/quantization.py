@@ -68,7 +68,7 @@ def trained(
         quantize=quantize, loss=passes.CrossEntropy(), optimizer=passes.AdamW(2e-3), schedule=passes.Cosine()
     )
     pipeline = graphopt.adapt(pipeline, model, rows, validation=None, epochs=max(epochs, 1))
-    executor = graphopt.Executor(pipeline(model), threads=1)
+    executor = graphopt.Executor(pipeline(model), threads=1, native=False)
     if epochs:
         graphopt.fit(executor, rows, epochs=epochs, validation=None, seed=seed, verbose=False)
     return executor.trained()
@@ -133,7 +133,8 @@ def measured(build: Callable[[int], object], seeds: int, epochs: int) -> list[st
             name = "int8" if weights == "int8" else "int4 weights, int8 activations"
             note(f"{name}, quantize_static", by_runtimes_tool(floats, x[own], weights))
         for name, options in FORMS.items():
-            note(f"{name}, not trained", trained(floats, rows, 0, seed, passes.FakeQuantize(**options)))
+            if "LSQ" not in name:
+                note(f"{name}, not trained", trained(floats, rows, 0, seed, passes.FakeQuantize(**options)))
             note(
                 f"{name}, trained for it",
                 trained(build(seed), rows, epochs, seed, passes.FakeQuantize(**options)),

@@ -29,7 +29,7 @@ from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, s
 from graphopt.intervals import within
 from passes.quantization import placement
 from passes.quantization.calibration import METHODS, ranges_of
-from passes.quantization.fold import FoldBatchNormalization
+from passes.quantization.fold import FoldBatchNormalization, pool_means
 from passes.quantization.placement import Product
 from passes.weights.initializers import register
 from passes.weights.masters import INT32_RANGE
@@ -126,9 +126,7 @@ class FakeQuantize(Pass):
 
     def adapted(self, model: ir.Model, read: Read) -> FakeQuantize:
         model = model.clone()
-        ensure_typed(model)
-        if self.fold:
-            FoldBatchNormalization().rewrite(model)
+        self._prepare(model)
         rounded = placement.tensors(model.graph, self._nodes(self._products(model)), others=not self.pattern)
         names = [*dict.fromkeys(map(name_of, rounded.values()))]
         return replace(self, ranges=ranges_of(self.calibrate, model, names, read))
@@ -141,9 +139,7 @@ class FakeQuantize(Pass):
             )
 
     def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
-        if self.fold:
-            FoldBatchNormalization().rewrite(model)
+        self._prepare(model)
         products = self._products(model)
         rounded: dict[ir.Value, ir.Value] = {}
         if self.activations is not None:
@@ -155,6 +151,13 @@ class FakeQuantize(Pass):
                 writer.round_activation(x, root)
             for product in products:
                 writer.round_weight(product)
+
+    def _prepare(self, model: ir.Model) -> None:
+        """Write a model in the operators that have integer kernels."""
+        ensure_typed(model)
+        if self.fold:
+            FoldBatchNormalization().rewrite(model)
+        pool_means(model)
 
     def _products(self, model: ir.Model) -> list[Product]:
         """Return the products whose weights are to be rounded."""

@@ -11,7 +11,7 @@ from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import fixed, name_of, swap
+from graphopt.graph.values import fixed, like, name_of, swap
 from passes.quantization.placement import Product, products
 from passes.weights.initializers import array, register
 
@@ -36,6 +36,22 @@ class FoldBatchNormalization(Pass):
         ensure_typed(model)
         for product in list(products(model.graph)):
             _fold(model, product)
+
+
+def pool_means(model: ir.Model) -> None:
+    """Replace each mean over all positions of channels by GlobalAveragePool, which has an integer kernel."""
+    with Emitter(model) as op:
+        for node in list(model.graph):
+            x = node.inputs[0] if node.op_type == "ReduceMean" and node.domain == "" else None
+            axes = fixed(node.inputs[1]) if x is not None and len(node.inputs) > 1 else None
+            if x is None or x.shape is None or axes is None or len(x.shape) < 3:
+                continue
+            if sorted(axis % len(x.shape) for axis in axes.ravel()) == [*range(2, len(x.shape))]:
+                pooled = op.GlobalAveragePool(x)
+                pooled = pooled if node.attributes.get_int("keepdims", 1) else op.Flatten(pooled)
+                swap(node.outputs[0], like(pooled, node.outputs[0]))
+                model.graph.remove(node, safe=True)
+    model.graph.sort()
 
 
 def _fold(model: ir.Model, product: Product) -> None:
