@@ -192,10 +192,10 @@ def adapt(
     if epochs is not None:
         options = FitOptions(epochs=epochs, batch_size=batch_size)
         pipeline = pipeline.planned(options.epochs * math.ceil(len(rows) / options.batch_size))
-    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, _opened, allow_nan=allow_nan))
+    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, opened, allow_nan=allow_nan))
 
 
-def _opened(model: ir.Model) -> Runs:
+def opened(model: ir.Model) -> Runs:
     """Return a function that runs a model on the CPU, in one session."""
     return Session(Device("cpu"), model).compute_arrays
 

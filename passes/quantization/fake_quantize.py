@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -130,6 +131,19 @@ class FakeQuantize(Pass):
         rounded = placement.tensors(model.graph, self._nodes(self._products(model)), others=not self.pattern)
         names = [*dict.fromkeys(map(name_of, rounded.values()))]
         return replace(self, ranges=ranges_of(self.calibrate, model, names, read))
+
+    def alone(self, model: ir.Model) -> dict[str, FakeQuantize]:
+        """Return by the name of each weight the pass that rounds its product alone, for a model before the pass."""
+        model = model.clone()
+        self._prepare(model)
+        found = {}
+        for product in self._products(model):
+            rounded = placement.tensors(model.graph, [product.node], others=False)
+            names = {name_of(root) for root in rounded.values()}
+            ranges = {name: x for name, x in (self.ranges or {}).items() if name in names}
+            name = name_of(product.weight)
+            found[name] = replace(self, pattern=glob.escape(name), leave_out=None, ranges=ranges)
+        return found
 
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
