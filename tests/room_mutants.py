@@ -29,7 +29,7 @@ MUTANTS = [
         QUANTIZATION,
         ("evaluates", "InferenceForm(inputs={0: name_of(old)}).write(reader.outputs[0])", "pass"),
         ("pytorchs", "(1 - observer.momentum) * seen", "observer.momentum * seen"),
-        ("gradients", "moved = parameter * share", "moved = parameter * 1.0"),
+        ("gradients", "math.sqrt(count * LEVELS)", "math.sqrt(LEVELS)"),
     ),
     *of(
         "passes/quantization/fold.py",

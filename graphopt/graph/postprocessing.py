@@ -27,8 +27,9 @@ from graphopt.graph.metadata import (
     STORED_TYPE,
     Detached,
     Note,
-    Observer,
     expect,
+    malformed,
+    remove_own,
 )
 from graphopt.graph.opsets import Versions
 from graphopt.graph.roles import Role, set_role
@@ -236,13 +237,14 @@ def store(model: ir.Model) -> None:
                 del graph.initializers[name]
                 weight.name = f"{name}/float"
                 graph.register_initializer(weight)
+            elif name in graph.initializers:
+                raise malformed(node, STORED_AS.key, "a name that no other value has")
             value = ir.Value(name=name, type=ir.TensorType(stored.dtype), shape=y.shape, const_value=stored)
             graph.register_initializer(value)
             ir.convenience.replace_all_uses_with(y, value, replace_graph_outputs=True)
     RemoveUnusedNodesPass()(model)
-    for node in graph:
-        FAKE.remove(node)
-        Observer.remove(node)
+    for node in filter(FAKE.is_set, graph):
+        remove_own(node)
     for value in graph.initializers.values():
         stored_type = STORED_TYPE.read(value)
         if stored_type is not None and (tensor := value.const_value) is not None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.values import given, is_floating, name_of
 from passes.weights.initializers import is_weight
 
 
@@ -133,9 +134,12 @@ def kernels(graph: ir.Graph) -> Iterator[tuple[str, str, str]]:
         w = node.inputs[1]
         name = name_of(node) if w is None else name_of(_origin(w))
         why = stopped(node)
-        if not why and not _is_rounded(w):
+        rounding = _rounding(w)
+        if not why and rounding is None:
             why = "its second factor stays in floats: it is no weight of its own, or is left out"
-        elif not why and not _is_rounded(node.inputs[0]):
+        elif not why and rounding is not None and given(rounding.inputs[0]).dtype is ir.DataType.INT4:
+            why = "the runtime has no integer kernel for weights of 4 bits"
+        elif not why and _rounding(node.inputs[0]) is None:
             why = "its input stays in floats"
         elif not why and row.rounds and not _follows(end_of(node.outputs[0])):
             why = "its output stays in floats"
@@ -150,9 +154,12 @@ def _origin(x: ir.Value) -> ir.Value:
     return origin if origin.is_initializer() else x
 
 
-def _is_rounded(x: ir.Value | None) -> bool:
+def _rounding(x: ir.Value | None) -> ir.Node | None:
+    """Return the DequantizeLinear that a value comes from, whose gradient may pass straight through a sum."""
     node = None if x is None else x.producer()
-    return node is not None and node.op_type == "DequantizeLinear"
+    if node is not None and node.op_type == "Add" and InferenceForm.is_on(node.outputs[0]):
+        node = given(node.inputs[0]).producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
 def _follows(y: ir.Value) -> bool:
