@@ -20,6 +20,7 @@ import passes
 from graphopt import models
 from graphopt.graph import inference
 from graphopt.inspection.report import report
+from graphopt.inspection.sensitivity import sensitivity
 from graphopt.targets.native.lowering import plan
 
 RNG = np.random.default_rng(5)
@@ -441,6 +442,23 @@ def test_the_report_names_integer_kernels_and_what_stops_them():
         "w3 Conv float: its second factor stays in floats: it is no weight of its own, or is left out",
         "w4 MatMul QLinearMatMul",
     ]
+
+
+def test_sensitivity_is_the_change_when_one_product_alone_is_rounded():
+    proto, arrays = mlp((6, 8, 3), "Relu"), {"x": X, "target": T}
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    pipeline = graphopt.standard(quantize=passes.FakeQuantize(weights="int4"), **steps)
+    pipeline = graphopt.adapt(pipeline, proto, arrays, validation=None)
+    result = report(proto, pipeline)
+    lines = [*sensitivity(result, pipeline, lambda model: iter([outputs(model, {"x": X})]))]
+    found = {name: float(error) for error, name in map(str.split, lines[1:])}
+    (learnt,) = pipeline["quantize"]
+    alone = graphopt.load(proto)
+    passes.FakeQuantize("int4", pattern="fc1.*", ranges={"a0": learnt.ranges["a0"]})(alone)
+    y, rounded = run(proto, X), run(alone, X)
+    expected = np.linalg.norm(y - rounded) / np.linalg.norm(y)
+    assert found["fc1.weight"] == pytest.approx(expected, rel=0.01)
+    assert found.keys() == {"fc0.weight", "fc1.weight"}
 
 
 @pytest.mark.parametrize("call", messages.calls("fake_quantize_mistakes"))
