@@ -99,15 +99,18 @@ OPTIONS = {
 }
 
 
-def executor_of(network, rows, target, observer="ema", steps=None, **options):
-    """Return an executor of a fake-quantized network whose ranges are those of the rows."""
+def step_of(network, rows, target, observer="ema", steps=None, **options):
+    """Return the training graph of a fake-quantized network whose ranges are those of the rows."""
     pipeline = graphopt.standard(
         quantize=passes.FakeQuantize(observer=observer, **options),
         **{"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05), **(steps or {})},
     )
     arrays = {"x": rows, "target": target}
-    step = graphopt.adapt(pipeline, network, arrays, validation=None, shuffle=False)(network)
-    return graphopt.Executor(step, threads=1, native=False)
+    return graphopt.adapt(pipeline, network, arrays, validation=None, shuffle=False)(network)
+
+
+def executor_of(*args, **options):
+    return graphopt.Executor(step_of(*args, **options), threads=1, native=False)
 
 
 def trained(name, observer="ema", steps=None, count=3, **options):
@@ -413,15 +416,12 @@ def test_kernels_compute_rounding_with_what_is_around_it():
 
 @pytest.mark.slow
 def test_kernels_train_as_the_runtime_does():
-    executor, rows = trained("mlp", count=0)
-    target = np.tanh(T)
-    other = graphopt.Executor(executor.model, threads=1, native=True)
+    step = step_of(mlp((6, 16, 8, 3), "Relu"), X, T)
+    one, other = (graphopt.Executor(step, threads=1, native=native) for native in (False, True))
     for _ in range(5):
-        one, two = (each.step(x=rows, target=target)["loss"] for each in (executor, other))
-        np.testing.assert_allclose(one, two, rtol=1e-5)
-    np.testing.assert_allclose(
-        other.predict(x=rows)["y"], run(other.trained(), rows, optimize=False), atol=1e-5
-    )
+        first, second = (each.step(x=X, target=T)["loss"] for each in (one, other))
+        np.testing.assert_allclose(first, second, rtol=1e-5)
+    np.testing.assert_allclose(other.predict(x=X)["y"], run(other.trained(), X, optimize=False), atol=1e-5)
 
 
 def test_the_report_names_integer_kernels_and_what_stops_them():
