@@ -18,7 +18,7 @@ MUTANTS = [
     *of(
         "passes/quantization/fake_quantize.py",
         QUANTIZATION,
-        ("pytorchs", "self._round_bias(bias, flat, scale_of_x * scale)", "bias"),
+        ("pytorchs", "self._round_bias(bias, flat, scale_of_x * scale, is_shared)", "bias"),
         ("pytorchs", "scale = STOP_GRADIENT.mark(op.Max(step, LEAST))", "scale = op.Max(step, LEAST)"),
         ("pytorchs", "op.Round(op.Neg(least) / ", "op.Floor(op.Neg(least) / "),
         ("pytorchs", '{"axis": product.axis}', '{"axis": 1 - product.axis}'),

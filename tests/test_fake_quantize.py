@@ -157,6 +157,7 @@ def test_the_file_in_integers_computes_what_the_training_graph_evaluates(name, o
     kinds = {x.name: x.data_type for x in proto.graph.initializer}
     weight = next(name for name in kinds if name in ("fc0.weight", "layers.0.weight", "w0", "wq"))
     assert kinds[weight] == (onnx.TensorProto.INT4 if "int4" in options else onnx.TensorProto.INT8)
+    assert onnx.TensorProto.INT32 in kinds.values() or options not in ("int8", "lsq") or name == "attention"
     floats = executor.trained(quantized=False)
     assert not any("Quantize" in node.op_type for node in floats.graph.node)
     assert not any(x.name.endswith((".low", ".high", ".scale")) for x in floats.graph.initializer)
@@ -388,6 +389,19 @@ def test_the_file_has_the_opset_that_it_had_unless_its_integers_need_a_newer_one
     assert found.opset_import[0].version == (opset if weights == "int8" else 21)
     expected = run(simulated(executor), X, optimize=False)
     np.testing.assert_array_equal(run(found, X, optimize=False), expected)
+
+
+def test_products_that_share_a_bias_have_integers_of_their_own():
+    proto = model(
+        """g (float[N,6] x) => (float[N,4] y) { h = Gemm(x, w, b) r = Relu(h) i = Gemm(r, v, b) j = Relu(i)
+            y = Gemm(j, u, c) }""",
+        **{"w": normal(6, 4), "v": normal(4, 4), "b": normal(4), "u": normal(4, 4), "c": normal(4)},
+    )
+    executor = executor_of(proto, X, np.tanh(normal(48, 4)).astype(np.float32))
+    found = executor.trained()
+    whole = {name for name, x in initializers(found).items() if x.dtype == np.int32}
+    assert whole == {"b.integers", "b.integers.1", "c"}
+    np.testing.assert_array_equal(run(found, X, optimize=False), run(simulated(executor), X, optimize=False))
 
 
 def test_a_tied_or_embedded_weight_stays_in_float():

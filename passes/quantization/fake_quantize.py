@@ -297,6 +297,7 @@ class _Writer:
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         counts = options.bias and scale_of_x is not None and blocked is None and bias is not None
         counts = counts and fixed(bias) is not None and _is_vector(bias, sizes[product.axis])
+        is_shared = bias is not None and len(bias.uses()) > 1  # by a product with another scale
         if counts:
             assert bias is not None and scale_of_x is not None
             flat = op.Reshape(bias, [-1]) if len(bias.shape or ()) != 1 else bias
@@ -312,7 +313,7 @@ class _Writer:
         node.replace_input_with(1, self._straight(rounded, w))
         if counts:
             assert bias is not None and scale_of_x is not None
-            node.replace_input_with(2, self._round_bias(bias, flat, scale_of_x * scale))
+            node.replace_input_with(2, self._round_bias(bias, flat, scale_of_x * scale, is_shared))
 
     @property
     def _block(self) -> int:
@@ -330,7 +331,7 @@ class _Writer:
         shape[axis : axis + 1] = [count, block]
         return op.ReduceMax(op.Reshape(padded, shape), [axis + 1], keepdims=0)
 
-    def _round_bias(self, bias: ir.Value, flat: ir.Value, scale: ir.Value) -> ir.Value:
+    def _round_bias(self, bias: ir.Value, flat: ir.Value, scale: ir.Value, is_shared: bool) -> ir.Value:
         """Emit a bias as 32-bit integers of a scale stand for it; the gradient passes to the bias."""
         op = self._op
         name = name_of(bias)
@@ -340,7 +341,7 @@ class _Writer:
         steps.append(op.Clip(steps[-1], *INT32_RANGE))
         integers = op.Cast(steps[-1], to=ir.DataType.INT32)
         STORED.mark(integers)
-        if len(bias.uses()) > (flat is not bias) + 1:  # another product has it, with another scale
+        if is_shared:
             STORED_AS.write(_node(integers), self._free(f"{name}.integers"))
         rounded = op.DequantizeLinear(integers, scale, axis=0)
         for y in [*steps, integers, rounded]:
