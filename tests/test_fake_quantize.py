@@ -391,6 +391,26 @@ def test_the_file_has_the_opset_that_it_had_unless_its_integers_need_a_newer_one
     np.testing.assert_array_equal(run(found, X, optimize=False), expected)
 
 
+def test_outputs_that_other_products_read_stay_outputs():
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,4,8,8] c, float[N,4,4,4] p, float[N,3,4,4] y) {
+            c = Conv<pads=[1,1,1,1]>(x, w, b) p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(c) y = Conv(p, v) }""",
+        **{"w": normal(4, 3, 3, 3), "b": normal(4), "v": normal(3, 4, 1, 1)},
+    )
+    arrays = {"x": IMAGES, "target": np.tanh(normal(24, 3, 4, 4)).astype(np.float32)}
+    steps = {"loss": passes.MeanSquaredError(output="y"), "optimizer": passes.SGD(0.05)}
+    pipeline = graphopt.standard(quantize=passes.FakeQuantize(), **steps)
+    executor = graphopt.Executor(
+        graphopt.adapt(pipeline, proto, arrays, validation=None)(proto), native=False
+    )
+    executor.step(arrays)
+    found = outputs(executor.trained(), arrays, optimize=False)
+    expected = outputs(simulated(executor), arrays, optimize=False)
+    assert [*found] == ["c", "p", "y"]
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
 def test_products_that_share_a_bias_have_integers_of_their_own():
     proto = model(
         """g (float[N,6] x) => (float[N,4] y) { h = Gemm(x, w, b) r = Relu(h) i = Gemm(r, v, b) j = Relu(i)

@@ -250,7 +250,7 @@ class _Writer:
         elif options.observer is not None:
             Observer(options.observer, options.momentum, options.freeze_after).write(quantizer)
         redirect(uses, rounded)
-        if x.is_graph_output():
+        if x.is_graph_output() and x is root:
             swap(x, rounded)
             quantizer.replace_input_with(0, x)
         self._scales[rounded] = scale
