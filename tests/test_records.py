@@ -279,7 +279,20 @@ def test_a_run_without_a_trained_model_is_taken_by_its_checkpoint(capsys: pytest
     assert cli.main(["evaluate", "folder=run", "model=mlp"]) == 1
     assert "found run with checkpoints alone: take the newest, resume=run\n" in capsys.readouterr().err
     assert cli.main(["evaluate", "run"]) == 1
-    assert "write evaluate folder=run" in capsys.readouterr().err
+    assert "found run with checkpoints alone: take the newest, resume=run\n" in capsys.readouterr().err
+
+
+def test_a_folder_behind_a_verb_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    Path("run").rename("a run, $mine")
+    for verb in ("evaluate", "predict", "compare"):
+        assert cli.main([verb, "a run, $mine"]) == 0
+    assert Path("a run, $mine/metrics.json").is_file() and Path("a run, $mine/predictions.npz").is_file()
+    capsys.readouterr()
+    assert cli.main(["evaluate", "runs"]) == 1
+    assert capsys.readouterr().err == (
+        "graphopt: error: runs: expected the folder of a run or FIELD=VALUE, found no such folder\n"
+    )
 
 
 @pytest.mark.slow
@@ -295,7 +308,7 @@ def test_a_sweep_is_no_run_but_holds_some(capsys: pytest.CaptureFixture[str]) ->
         Path(f"sweep/{run}/trained.onnx").touch()
     assert cli.main(["evaluate", "folder=sweep"]) == 1
     assert (
-        "found sweep, which holds runs: name one of them, such as folder=sweep/0" in capsys.readouterr().err
+        "found sweep, which holds runs: name one of them, such as evaluate sweep/0" in capsys.readouterr().err
     )
 
 

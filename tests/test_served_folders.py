@@ -225,7 +225,7 @@ def test_the_command_says_what_it_needs(tmp_path, monkeypatch, capsys):
     assert cli.main(["export", "folder=nothing"]) == 1
     assert "expected the folder of a run with trained.onnx, found nothing without" in capsys.readouterr().err
     assert cli.main(["export", "runs/mine"]) == 1
-    assert "write export folder=runs/mine" in capsys.readouterr().err
+    assert "runs/mine: expected the folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("inner", ["onnx", ""])

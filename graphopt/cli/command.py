@@ -48,7 +48,7 @@ from graphopt.cli.schema import recipe_schema
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.tuning.notes import PIXELS
-from graphopt.cli.words import TUNE, check_words, field_of, reader_of
+from graphopt.cli.words import TUNE, check_words, field_of, reader_of, with_folders
 from graphopt.data.loader import TrainingRows
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
@@ -152,7 +152,7 @@ def _run(arguments: argparse.Namespace) -> None:
             f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH"
         )
         return
-    words, verbs = arguments.arguments, (*_RUNS, TUNE, DOCTOR)
+    words, verbs = with_folders(arguments.arguments), (*_RUNS, TUNE, DOCTOR)
     check_words(words, verbs)
     if arguments.multirun and (one := [word for word in ("compare", DOCTOR, TUNE) if word in words]):
         raise GraphoptError(f"-m: expected a verb that runs several times, found {one[0]}: leave -m out")

@@ -24,8 +24,8 @@ USAGE = {
     "--cfg job": "show the whole recipe without running it",
     "tune my.onnx photos": "train it on your data, with a recipe that graphopt proposes",
     "train my.onnx": "train it; the default",
-    "evaluate folder=runs/mine": "compute metrics of what a run has trained",
-    "predict folder=runs/mine": "write the outputs of what a run has trained",
+    "evaluate runs/mine": "compute metrics of what a run has trained",
+    "predict runs/mine": "write the outputs of what a run has trained",
     "resume=runs/mine": "continue a run, with its own recipe",
     'generate my.onnx prompt="Once upon"': "continue a text",
     "compile my.onnx": "write step.onnx without training",
@@ -33,8 +33,8 @@ USAGE = {
     "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
     "report my.onnx": "list what would train, and what blocks training",
     "check my.onnx": "check its gradients against slopes of the loss, and its predictions against the file",
-    "export folder=runs/mine": "write its model or adapter for programs that serve language models",
-    "compare folder=runs": "put runs side by side",
+    "export runs/mine": "write its model or adapter for programs that serve language models",
+    "compare runs": "put runs side by side",
     "doctor": "check this environment",
 }
 USAGE_OF_TUNE = {

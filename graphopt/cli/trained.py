@@ -70,16 +70,16 @@ class Trained:
                 )
             recipe.follow(step := _step_of(checkpoint.parents[1]))
             return cls(recipe, place, checkpoint, step, record=record or RunRecord.read(place))
+        is_named = any(item.startswith("model=") for item in recipe.command_line.overrides)
         if recipe.names_folder and model.is_file():
             named = recipe.fields["model"]
-            is_named = any(item.startswith("model=") for item in recipe.command_line.overrides)
             own = [model, *([] if record is None else [Path(str(record.resolved.get("model")))])]
             if is_named and Path(named).absolute() not in {path.absolute() for path in own}:
                 raise GraphoptError(
                     f"{recipe.fields['run']}: expected one model, found {named} and {model}: leave model or folder out"
                 )
             return cls(recipe, folder, None, step, model, record)
-        if recipe.fields["model"] in recipe.fields["models"]:
+        if recipe.fields["model"] in recipe.fields["models"] or (record is not None and not is_named):
             expected, found = "the folder of a run with trained.onnx", str(folder)
             if not recipe.names_folder:
                 expected, found = "a trained model", f"the built-in model {recipe.fields['model']}"
@@ -87,7 +87,9 @@ class Trained:
             elif any((folder / CHECKPOINTS).glob("step-*")):
                 remedy = f" with checkpoints alone: take the newest, resume={folder}"
             elif runs := sorted(folder.glob(f"*/{model.name}")):
-                remedy = f", which holds runs: name one of them, such as folder={runs[0].parent}"
+                remedy = (
+                    f", which holds runs: name one of them, such as {recipe.fields['run']} {runs[0].parent}"
+                )
             else:
                 remedy = f" without: train first, with graphopt folder={folder}"
             raise GraphoptError(f"{recipe.fields['run']}: expected {expected}, found {found}{remedy}")

@@ -19,7 +19,7 @@ from graphopt.graph.model_folders import is_model_folder, model_in
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 TUNE = "tune"  # the verb of graphopt.cli.tuning
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
-_OF_RUNS = ("compare", "evaluate", "export", "predict")  # verbs that take the folder of runs
+_OF_RUNS = ("compare", "evaluate", "export", "generate", "predict")  # verbs that take the folder of runs
 _MEANT = {  # by words that other programs take
     **dict.fromkeys(("fit", "run"), "train"),
     **dict.fromkeys(("infer", "inference"), "predict"),
@@ -42,7 +42,7 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         return word
     if word in verbs:
         return f"run={word}"
-    if _names_model(word):
+    if names_model(word):
         if word.count(".onnx,") and not os.path.exists(word):
             raise GraphoptError(f"{word}: expected one model, found several: -m model={word} runs each")
         model = str(model_in(Path(word))) if os.path.isdir(word) else word
@@ -57,7 +57,21 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
     )
 
 
-def _names_model(word: str) -> bool:
+def with_folders(words: Sequence[str]) -> list[str]:
+    """Return the words with `folder=RUN` for a folder that is no model and follows a verb of runs: `evaluate RUN`."""
+
+    def is_run(before: str, word: str) -> bool:
+        return (
+            before in _OF_RUNS and "=" not in word and os.path.isdir(word) and not is_model_folder(Path(word))
+        )
+
+    return [
+        f"folder={QuotedString(word, Quote.single).with_quotes()}" if is_run(before, word) else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+
+
+def names_model(word: str) -> bool:
     """Return whether a word is the file of a model, or a folder that programs open as a model."""
     return word.endswith(".onnx") or is_model_folder(Path(word))
 
@@ -66,12 +80,12 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
     """Raise an error if a shell has split an argument at its spaces, or two words name models or verbs."""
 
     def is_bare(word: str) -> bool:
-        return "=" not in word and word not in verbs and not _names_model(word) and word[:1] not in "~"
+        return "=" not in word and word not in verbs and not names_model(word) and word[:1] not in "~"
 
     for i, (before, word, after) in enumerate(zip(["", *words], words, [*words[1:], ""], strict=False)):
         if word.startswith("=") and before and "=" not in before:
             split = f"{before}{word}{after if word == '=' else ''}"
-        elif "=" not in word and before.endswith("=") and word not in verbs and not _names_model(word):
+        elif "=" not in word and before.endswith("=") and word not in verbs and not names_model(word):
             split = f"{before}{word}"
         else:
             split = ""
@@ -80,8 +94,8 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             raise GraphoptError(
                 f'{before}: expected one text, found spaces in it: quote it, as in {PROMPT}"{text}"'
             )
-        if is_bare(word) and before in _OF_RUNS and (os.path.isdir(word) or not os.path.exists(word)):
-            raise GraphoptError(f"{word}: expected FIELD=VALUE: write {before} folder={word}")
+        if is_bare(word) and before in _OF_RUNS and not os.path.exists(word) and not _stands_for(word):
+            raise GraphoptError(f"{word}: expected the folder of a run or FIELD=VALUE, found no such folder")
         if "://" in word and "=" not in word:
             check_format(word)
         if split:
@@ -95,7 +109,7 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             raise GraphoptError(
                 f'{word}: expected its brackets to close, found a space: quote it, as in "{" ".join(words[i:])}"'
             )
-    models = [word for word in words if "=" not in word and word not in verbs and _names_model(word)]
+    models = [word for word in words if "=" not in word and word not in verbs and names_model(word)]
     for what, named in (("model", models), ("verb", [word for word in words if word in verbs])):
         first, *others = dict.fromkeys(named) or [""]
         if others:

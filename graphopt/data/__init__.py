@@ -10,6 +10,7 @@ from graphopt.data.dataset import Dataset, LazyArray
 from graphopt.data.files import csv, npy, npz
 from graphopt.data.foreign import table
 from graphopt.data.image_folders import images
+from graphopt.data.language.labelled import labelled_text
 from graphopt.data.language.reader import prompts, text
 from graphopt.data.language.tokenizer import Characters, Tokenizer
 from graphopt.data.loader import Batches, Loader, hold_out, prefetched
@@ -36,6 +37,7 @@ __all__ = [
     "digits",
     "hold_out",
     "images",
+    "labelled_text",
     "mean_and_scale",
     "npy",
     "npz",

@@ -139,6 +139,17 @@ def csv(
     >>> people.names, people.labels, people.arrays["x"].shape
     (['age', 'city=Bern', 'city=Oslo'], ('no', 'yes'), (3, 3))
     """
+    names, texts = csv_columns(path, target=target, delimiter=delimiter, header=header)
+    return of_columns(path, names, lambda _: texts, target, features, sample_weight, labels, columns)
+
+
+def csv_columns(
+    path: str, *, target: object = None, delimiter: str = ",", header: bool = True
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the names of the columns of a text file, of which one may come twice, and their cells.
+
+    `csv` explains the arguments.
+    """
     delimiter = "\t" if delimiter == r"\t" else delimiter
     if len(delimiter) != 1 or delimiter in '\r\n"\0':
         raise GraphoptError(
@@ -162,8 +173,7 @@ def csv(
     for i, row in enumerate(rows):
         if len(row) != len(names):
             raise GraphoptError(f"{path}: row {i}: expected {len(names)} columns, found {len(row)}")
-    texts = {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
-    return of_columns(path, names, lambda _: texts, target, features, sample_weight, labels, columns)
+    return names, {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
 
 
 def _check_form(path: str, first: Sequence[str], delimiter: str, lacks_target: bool) -> None:

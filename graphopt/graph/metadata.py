@@ -619,6 +619,14 @@ def add_labels(proto: onnx.ModelProto, labels: Sequence[str]) -> None:
         proto.metadata_props.add(key=LABELS.key, value=json.dumps(list(labels)))
 
 
+def set_labels(proto: onnx.ModelProto, labels: Sequence[str]) -> None:
+    """Write the names of the classes into a model's metadata, in place of others."""
+    others = [note for note in proto.metadata_props if note.key != LABELS.key]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(others)
+    add_labels(proto, labels)
+
+
 def add_note(proto: onnx.ModelProto, note: Note) -> None:
     """Write a note into a model's metadata."""
     holder = note.write(ir.Model(ir.Graph([], [], nodes=[]), ir_version=proto.ir_version))

@@ -19,7 +19,7 @@ from graphopt.graph import inference
 from graphopt.graph.classified import note_classification
 from graphopt.graph.loading import Source
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import FAKE, UNTRAINED, add_labels, labels_in
+from graphopt.graph.metadata import FAKE, UNTRAINED, add_labels, labels_in, set_labels
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.roles import FED, Role, with_role
@@ -231,7 +231,9 @@ class ExecutorState(Checked):
                 adapters="kept" if packed else "merged",
                 quantized=quantized,
             )
-        if self._labels is not None:
+        if into is not None and self.labels is not None:
+            set_labels(trained.proto, self.labels)
+        elif self._labels is not None:
             add_labels(trained.proto, self._labels)
         if into is None:
             note_classification(trained.proto, self._model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -42,10 +43,11 @@ def save_folder(
     names: Names = None,
     base_name: str | None = None,
 ) -> None:
-    """Save a trained language model as a folder that onnxruntime-genai, peft or llama.cpp opens.
+    """Save a trained model of text as a folder that onnxruntime-genai, transformers.js, peft or llama.cpp opens.
 
     The tokenizer, the template of chats and the configs are copied from the folder of the base, and other graphs that
-    genai_config.json names. The model has the name that it has there.
+    genai_config.json names. The model has the name that it has there. If the executor knows the names of its classes,
+    config.json of transformers has them as `id2label` and `label2id`.
 
     Args:
         executor: the executor, of a graph that was compiled from `base`.
@@ -114,6 +116,12 @@ def _save_model(
     if adapters == "slots":
         save_adapter(executor, folder / ADAPTER_FILE)
     _copy((*OF_TOKENIZER, *BESIDE, *_CONFIGS), place, folder)
+    if executor.labels is not None and (config := folder / CONFIG).is_file():
+        names = {
+            "id2label": dict(enumerate(executor.labels)),
+            "label2id": {x: i for i, x in enumerate(executor.labels)},
+        }
+        config.write_text(json.dumps({**config_in(config), **names}, indent=2) + "\n")
     for name in _graphs_of(place / GENAI_CONFIG):
         if name != base.name:
             read_original(place / name).save(folder / name)

@@ -50,7 +50,9 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
     "callbacks": tuple(CALLBACKS.values()),
     "data": tuple(
         f"graphopt.data.{name}"
-        for name in sorted({*READERS.values(), "audio", "diabetes", "digits", "images", "prompts"})
+        for name in sorted(
+            {*READERS.values(), "audio", "diabetes", "digits", "images", "labelled_text", "prompts"}
+        )
     ),
     "executor": ("graphopt.Executor",),
     "launcher": tuple(

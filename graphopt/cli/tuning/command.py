@@ -24,13 +24,19 @@ from graphopt.cli.composition.record import mapping, select
 from graphopt.cli.messages import say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT, final_record
 from graphopt.cli.tuning.images import of_images
+from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
 from graphopt.cli.tuning.proposal import HEAD_RATE, VALIDATION_LOSS, Proposal, listed, quoted
 from graphopt.cli.tuning.recordings import of_recordings
-from graphopt.cli.words import TUNE, reader_of
+from graphopt.cli.words import TUNE, names_model, reader_of
 from graphopt.data.dataset import TARGET
+from graphopt.data.files import csv_columns
+from graphopt.data.language.documents import is_lines
+from graphopt.data.language.labelled import columns_of_lines
+from graphopt.data.tables import cells
 from graphopt.errors import GraphoptError, some
 from graphopt.files import json_of
 from graphopt.graph.loading import load
+from graphopt.graph.model_folders import model_in
 from graphopt.graph.values import dims_of, is_floating, name_of
 from graphopt.graph.weight_kinds import EMBEDDING
 from graphopt.inspection.words import label_of, measure_text
@@ -42,6 +48,7 @@ DEEPER = "deeper"  # the folder of the second run, in that of the first
 SHARE = 0.01  # of the head's rate, for the last layers
 LAST = 0.25  # of the layers
 MOST_LINE = 2**20  # bytes of a line of text
+_TABLES = ("csv", "parquet", "arrow", "text")  # readers of files that may have columns of texts and classes
 MOST_CLASSES = 20  # of a column that is proposed as the target
 
 
@@ -66,20 +73,17 @@ def tune(
     """
     plain = [word for word in words if "=" not in word and word != TUNE]
     said = dict(word.split("=", 1) for word in words if "=" in word)
-    models, others = (
-        [word for word in plain if word.endswith(".onnx") == is_model] for is_model in (True, False)
-    )
+    models, others = ([word for word in plain if names_model(word) == is_model] for is_model in (True, False))
     if not models or len(others) != 1:
         raise GraphoptError(
             f"{TUNE}: expected FILE.onnx and a folder or a file of data, as in graphopt {TUNE} my.onnx photos, found "
             f"{' '.join(plain) or 'neither'}"
         )
     console = open_console(quiet=said.get("quiet") == "true")
-    proposed = propose(Path(models[0]), Path(others[0]), said, pixels)
-    if deeper and proposed.value("loss") == "causal_language_model":
-        raise GraphoptError(
-            f"{TUNE}: expected no --deeper, found it: an adapter of a language model is in all layers"
-        )
+    place = Path(models[0])
+    proposed = propose(model_in(place) if place.is_dir() else place, Path(others[0]), said, pixels)
+    if deeper and proposed.fields["data"] in ("text", "labelled_text"):
+        raise GraphoptError(f"{TUNE}: expected no --deeper, found it: all layers of a model of texts train")
     folder = _run(console, proposed, main)
     if deeper:
         head = folder
@@ -112,6 +116,8 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
         of_images(proposed, model, loaded, data, pixels)
     elif kind == "audio":
         of_recordings(proposed, model, loaded, data)
+    elif kind in _TABLES and reads_texts(model, loaded, said):
+        of_labelled_text(proposed, model, loaded, data, _columns_in(proposed, data))
     elif kind == "text":
         _of_text(proposed, data)
     else:
@@ -119,18 +125,30 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
     return proposed
 
 
+def _columns_in(proposed: Proposal, data: Path) -> Mapping[str, np.ndarray]:
+    """Return the columns of a table, or none if reading it needs more of the user's words, which its reader tells."""
+    kind = proposed.fields["data"]
+    table: Mapping[str, object] = {}
+    with suppress(GraphoptError):
+        if is_lines(str(data)):
+            table = columns_of_lines(str(data))
+        elif kind == "csv":
+            table = csv_columns(str(data), **proposed.arguments("data", ("delimiter",)))[1]
+        else:
+            options = {"columns": "auto", **proposed.arguments("data", ("columns",))}
+            table = getattr(readers, kind)(str(data), target=None, **options).table
+    return {name: cells(name, column) for name, column in table.items()}
+
+
 def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
     """Propose the loss of a table's target, and a head if it has other classes than the model."""
     said, kind = proposed.said, proposed.fields["data"]
-    target = said.get("data.target", TARGET)
-    options = {name: said[f"data.{name}"] for name in ("columns", "delimiter") if f"data.{name}" in said}
+    target = proposed.arguments("data", ("target",)).get("target", TARGET)
+    options = proposed.arguments("data", ("columns", "delimiter"))
     is_archive = kind in ("npy", "npz")
     read = getattr(readers, kind)
     if not is_archive and "data.target" not in said:
-        table: Mapping[str, np.ndarray] = {}
-        with suppress(GraphoptError):  # which reading with the target tells
-            table = read(str(data), target=None, **{"columns": "auto", **options}).table
-        _check_target(data, table)
+        _check_target(data, _columns_in(proposed, data))
     rows = read(str(data), **({} if is_archive else {"target": target, **options}))
     if TARGET not in rows.arrays:
         raise GraphoptError(f"{TUNE}: {data}: expected an array {TARGET!r}, found {', '.join(rows.arrays)}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 
 HEAD_RATE = "0.003"
@@ -35,6 +37,12 @@ class Proposal:
     def value(self, name: str) -> str | None:
         """Return a field, as text."""
         return self.said.get(name, self.fields.get(name))
+
+    def arguments(self, part: str, names: Sequence[str]) -> dict[str, Any]:
+        """Return those of a part's fields that the user has named, as Hydra reads them."""
+        given = {name: self.said[f"{part}.{name}"] for name in names if f"{part}.{name}" in self.said}
+        parser = OverridesParser.create()
+        return {name: parser.parse_override(f"{name}={text}").value() for name, text in given.items()}
 
     def wait(self, epochs: int, patience: int) -> None:
         """Propose to train until the measure that chooses the epoch has not improved in some epochs."""

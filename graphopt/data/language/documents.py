@@ -75,7 +75,7 @@ def read_sequences(
                 f"{path}: expected JSON lines of prompts and completions, or of chats, for completion_only, found text"
             )
         return _documents(map(read_text, files), vocabulary)
-    found = [(file, line, item) for file in files for line, item in _objects(file)]
+    found = [(file, line, item) for file in files for line, item in read_objects(file)]
     if not found:
         raise GraphoptError(f"{path}: expected an object per line, found an empty file")
     kinds = {_fields_of_line(file, line, item): (file, line) for file, line, item in reversed(found)}
@@ -110,7 +110,7 @@ def read_prompts(path: Path) -> list[Message]:
     """Read the objects of JSON lines, each with a prompt."""
     found = []
     for file in _text_files(path):
-        for number, item in _objects(file):
+        for number, item in read_objects(file):
             with naming(f"{file}: line {number}"):
                 if PROMPT not in item:
                     raise GraphoptError(
@@ -149,7 +149,7 @@ def _text_files(path: Path) -> list[Path]:
     raise GraphoptError(f"{path}: expected files that end in {', '.join(_TEXTS + _LINES)}, found none")
 
 
-def _objects(path: Path) -> Iterator[tuple[int, Message]]:
+def read_objects(path: Path) -> Iterator[tuple[int, Message]]:
     """Yield the number and the object of each line that is not empty."""
     with reading(path, "JSON lines in UTF-8"), open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):

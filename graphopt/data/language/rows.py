@@ -16,7 +16,7 @@ from graphopt.errors import GraphoptError
 TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
 SEGMENTS, ATTENTION, POSITIONS = "segments", "attention_mask", "position_ids"
 IGNORED = -100  # a target that does not count, as in PyTorch
-_MOST_TOKENS = 2**34  # in all rows
+MOST_TOKENS = 2**34  # in all rows
 
 Pieces = list[tuple[np.ndarray, np.ndarray]]  # the tokens of sequences, and which count
 
@@ -147,9 +147,9 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 def _padded_rows(rows: Sequence[Sequence[int]], pieces: Pieces, width: int, pad: int) -> dict[str, Array]:
     """Return rows of sequences, filled up on the right."""
-    if len(rows) * width > _MOST_TOKENS:
+    if len(rows) * width > MOST_TOKENS:
         raise GraphoptError(
-            f"data: expected at most {_MOST_TOKENS:,} tokens in all rows, found more: lower data.context"
+            f"data: expected at most {MOST_TOKENS:,} tokens in all rows, found more: lower data.context"
         )
     tokens = np.full((len(rows), width), pad, np.int32)
     segments = np.full((len(rows), width), -1, np.int32)

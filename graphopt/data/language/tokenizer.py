@@ -7,7 +7,7 @@ import json
 import os
 import string
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ _WHOLE = f"a tokenizer ({FILE}) of the package tokenizers"
 BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a model or a tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]  # tokens, and where each starts and ends in its text
+Row = tuple[
+    np.ndarray, np.ndarray, bool
+]  # tokens, the number of the text of each, and whether some are cut off
 
 
 class Vocabulary(Checked):
@@ -107,6 +110,7 @@ class Tokenizer(Vocabulary):
         path: the file.
         template: the template of chats, or None.
         special: the special tokens by their names in templates, such as `eos_token`.
+        pad: the token that fills up rows; 0 if none is named.
 
     Raises:
         GraphoptError: `tokenizers` is not installed, or a file is missing or is not what its name says.
@@ -153,6 +157,24 @@ class Tokenizer(Vocabulary):
             for encoding in found:
                 yield np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
+    def encoded_rows(self, texts: Sequence[Sequence[str]], most: int) -> Iterator[Row]:
+        """Yield rows of one text or of a pair, with the tokens that the tokenizer adds, and at most `most` tokens.
+
+        Args:
+            texts: the first text of each row, and the second ones, if there are any.
+        """
+        with reading(self.path, f"a tokenizer whose rows have {most} tokens", Exception):
+            self._tokenizer.enable_truncation(most)
+        try:
+            left = zip(*texts, strict=True)
+            while part := list(islice(left, _TOGETHER)):
+                with reading(self.path, "a tokenizer that reads the texts", Exception), _panics():
+                    found = self._tokenizer.encode_batch([row if len(row) > 1 else row[0] for row in part])
+                for row in found:
+                    yield np.array(row.ids, np.int32), np.array(row.type_ids, np.int32), bool(row.overflowing)
+        finally:
+            self._tokenizer.no_truncation()
+
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
 
@@ -171,6 +193,7 @@ class Tokenizer(Vocabulary):
             name: text for name, x in config.items() if name.endswith("_token") and (text := _text_of(x))
         }
         self.start, self.end = (self._number(self.special.get(name)) for name in ("bos_token", "eos_token"))
+        self.pad = self._number(self.special.get("pad_token")) or 0
         self.ends = frozenset(() if self.end is None else (self.end,))
         for name in _GENERATION:
             found = _json_object(folder / name)

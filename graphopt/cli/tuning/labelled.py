@@ -1,0 +1,104 @@
+"""Propose which columns of a table are texts and classes, and how a model that reads tokens trains on them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.cli.tuning.classes import describe, head_of
+from graphopt.cli.tuning.notes import Notes
+from graphopt.cli.tuning.proposal import Proposal, listed, quoted
+from graphopt.data import labelled_text
+from graphopt.data.dataset import TARGET
+from graphopt.data.language.labelled import LABEL, TEXT
+from graphopt.data.language.tokenizer import tokenizer_beside
+from graphopt.data.tabular import is_numeral
+from graphopt.errors import GraphoptError, some
+from graphopt.graph.values import dims_of, dtype_of, is_floating
+from graphopt.inspection.words import counted
+
+# Of all weights: Devlin et al., BERT, 2019, appendix A.3.
+RATE, TOGETHER, EPOCHS, PATIENCE = "5e-5", "16", 4, 2
+
+
+def reads_texts(file: Path, model: ir.Model, said: Mapping[str, str]) -> bool:
+    """Return whether a model reads tokens of a known tokenizer, and its output has a row for each text."""
+    inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+    outputs = [y for y in model.graph.outputs if is_floating(y) and y.shape is not None]
+    reads_tokens = all(
+        dtype_of(x) in (ir.DataType.INT64, ir.DataType.INT32) and x.shape is not None and len(x.shape) == 2
+        for x in inputs
+    )
+    has_tokenizer = "data.tokenizer" in said or tokenizer_beside(file) is not None
+    return reads_tokens and has_tokenizer and bool(outputs) and len(dims_of(outputs[0])) <= 2
+
+
+def of_labelled_text(
+    proposed: Proposal, file: Path, model: ir.Model, data: Path, table: Mapping[str, np.ndarray]
+) -> None:
+    """Propose the recipe of a model of texts, all of whose weights train.
+
+    Args:
+        proposed: what gets the fields.
+        file: where the model is.
+        data: a table with a column of texts, and one of classes or numbers.
+        table: its columns, as far as they can be read without the user's words.
+
+    Raises:
+        GraphoptError: the columns are not named, or the table has no such columns.
+    """
+    options = proposed.arguments("data", ("text", "pair", "target", "delimiter", "tokenizer"))
+    target = options.pop("target", None) or next((name for name in (LABEL, TARGET) if name in table), LABEL)
+    words = [
+        name
+        for name, cells in table.items()
+        if name not in (target, options.get("pair")) and not all(is_numeral(str(x)) for x in cells)
+    ]
+    text = options.pop("text", None) or (words[0] if len(words) == 1 else TEXT)
+    for option, name, known in (("text", text, words), ("target", target, [*table])):
+        if table and name not in table:
+            fitting = [f"data.{option}={quoted(x)}" for x in known if x not in (text, target)]
+            raise GraphoptError(
+                f"tune: {data}: expected a column {name!r}, found {some([*table], 20)}: name the one "
+                f"{'of texts' if option == 'text' else 'to predict'}, such as {some(fitting, 3)}"
+            )
+    proposed.fields |= {"data": "labelled_text", "data.text": quoted(text), "data.target": quoted(target)}
+    tokenizer = options.setdefault("tokenizer", str(tokenizer_beside(file)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run repeats them
+        rows = labelled_text(str(data), text=text, target=target, **options)
+    proposed.lines["model"] = f"{file}: reads tokens of {tokenizer}"
+    if rows.labels is not None:
+        labels = describe(proposed, data, rows, "texts")
+        head_of(proposed, model, labels, Notes.of(file, model).labels or [])
+        proposed.fields["loss"] = "cross_entropy"
+    else:
+        _of_numbers(proposed, model, data, np.asarray(rows.arrays[TARGET]))
+    if "adapter" in proposed.fields:
+        proposed.fields["parameters.unfreeze"] = listed(["*"])
+    proposed.fields.pop("fit.cache_features", None)
+    proposed.fields |= {"optimizer.learning_rate": RATE, "fit.batch_size": TOGETHER}
+    proposed.wait(EPOCHS, PATIENCE)
+
+
+def _of_numbers(proposed: Proposal, model: ir.Model, data: Path, targets: np.ndarray) -> None:
+    """Propose the loss of class numbers or of other numbers, and a head if the model has another width."""
+    output = next(y for y in model.graph.outputs if is_floating(y))
+    dims, width = dims_of(output), targets.shape[1] if targets.ndim == 2 else 1
+    found = dims[1] if len(dims) == 2 else 1
+    is_classes = targets.ndim == 1 and targets.dtype.kind in "iub" and found != 1
+    if is_classes:
+        numbers = np.unique(targets)
+        width = len(numbers)
+        if numbers.tolist() != [*range(width)]:
+            proposed.fields["data.labels"] = listed([str(number) for number in numbers])
+    proposed.fields["loss"] = "cross_entropy" if is_classes else "mean_squared_error"
+    what = f"{width} classes" if is_classes else "numbers to predict"
+    proposed.lines["data"] = f"{data}: {len(targets)} texts, {what}"
+    if width != found:
+        proposed.lines["head"] = f"{counted(width, 'new output')} in place of {found}"
+        proposed.head(None)
