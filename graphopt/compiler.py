@@ -160,8 +160,9 @@ def compile(model: Source, **steps: Any) -> ir.Model:
             `passes.Normalize()` by default.
         standardize: centers and scales the model's inputs, so that the training graph and the trained model take raw
             input, for example `passes.Standardize(mean, scale)`; see `graphopt.adapt`.
-        quantize: stores weights of products in a few bits and freezes them, as a base for adapters, for example
-            `passes.QuantizeWeights(bits=4)`; `passes.LowRank(energy=0.9)` replaces each by two of a low rank.
+        quantize: trains the model for its form in integers, for example `passes.FakeQuantize()`;
+            `passes.QuantizeWeights(bits=4)` stores weights of products in a few bits and freezes them, as a base for
+            adapters, and `passes.LowRank(energy=0.9)` replaces each by two of a low rank.
         adapter: trains few weights beside those of the model, which are frozen, for example `passes.LoRA(rank=8)`; a
             list adds several.
         parameters: chooses the weights that train: by default those that trained in the exported program;

@@ -71,7 +71,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
         _check_rules(rules)
         return self._of(self._steps, rules)
 
-    def _of(self, steps: Mapping[str, tuple[Step, ...]], rules: Rules | None = None) -> Pipeline:
+    def _of(self, steps: Mapping[str, Sequence[Step]], rules: Rules | None = None) -> Pipeline:
         """Return a pipeline of other steps with the rules of this one, or with others."""
         pipeline = Pipeline(**steps)
         pipeline.rules = dict(self.rules if rules is None else rules)
@@ -134,20 +134,21 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
     def adapted(self, model: ir.Model, read: Read) -> Pipeline:
         """Return the pipeline with what its passes learn from data; see `graphopt.adapt`.
 
-        A pass learns about the model that earlier passes make, if these change its predictions, as a new head does.
+        A pass learns about the model that earlier passes make, if these change its predictions, as a new head does, or
+        if it says that it follows them.
         """
-        done: dict[str, tuple[Step, ...]] = {}
-        known = 0  # the number of steps whose changes `model` has
+        done: dict[str, list[Step]] = {}
+        waiting: dict[str, list[Step]] = {}  # steps whose changes `model` lacks
         for name, step in self._steps.items():
-            items: list[Step] = []
+            done[name] = []
             for item in step:
                 if isinstance(item, Pass) and item.learns:
-                    waiting = dict(list(done.items())[known:])
-                    if any(isinstance(x, Pass) and x.alters for each in waiting.values() for x in each):
-                        model, known = self._of(waiting).rewrite(model.clone()), len(done)
+                    altered = (isinstance(x, Pass) and x.alters for each in waiting.values() for x in each)
+                    if item.follows or any(altered):
+                        model, waiting = self._of(waiting).rewrite(model.clone()), {}
                     item = _as_pass(item, "adapted", item.adapted(model, read))
-                items.append(item)
-            done[name] = tuple(items)
+                done[name].append(item)
+                waiting.setdefault(name, []).append(item)
         return self._of(done)
 
     def planned(self, steps: int) -> Pipeline:

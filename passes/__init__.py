@@ -44,7 +44,7 @@ from passes.parameters import Parameters as Parameters
 from passes.parameters import SortInitializers as SortInitializers
 from passes.parameters import Untie as Untie
 from passes.prune import Prune as Prune
-from passes.quantize_weights import QuantizeWeights as QuantizeWeights
+from passes.quantization import *
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *

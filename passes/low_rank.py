@@ -15,7 +15,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import given, name_of
 from graphopt.intervals import within
 from passes.parameters import origin_in_file
-from passes.quantize_weights import product_weights
+from passes.quantization.quantize_weights import product_weights
 from passes.weights.initializers import array, register
 
 

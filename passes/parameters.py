@@ -16,6 +16,7 @@ from graphopt.graph.metadata import (
     ADAPTER,
     EXPORT_ANEW,
     FROZEN,
+    RANGE,
     UNTRAINED,
     Evidence,
     Kind,
@@ -288,7 +289,8 @@ def _check_adapters(pattern: Pattern, adapters: Sequence[ir.Value]) -> None:
 
 
 def _floating(model: ir.Model) -> list[ir.Value]:
-    return [value for value in model.graph.initializers.values() if is_floating(value)]
+    values = model.graph.initializers.values()
+    return [value for value in values if is_floating(value) and RANGE.read(value) is None]
 
 
 def _check(field: str, pattern: Pattern, floating: Sequence[ir.Value]) -> None:

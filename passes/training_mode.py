@@ -20,6 +20,7 @@ from graphopt.graph.metadata import (
     STOP_GRADIENT,
     CumulativeAverage,
     InferenceForm,
+    Observer,
 )
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role
@@ -28,6 +29,7 @@ from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_number, constant_of, given, like, name_of, swap, wide_type
 from graphopt.intervals import within
 from passes.gradients.rules.reduction import channels
+from passes.quantization.observers import observe
 from passes.weights import initializers
 from passes.weights.masters import promote_with_master
 
@@ -52,6 +54,8 @@ class TrainingMode(Pass):
 
     Nodes that are not switched compute their inference form in training, too. A BatchNormalization without stored
     statistics, such as one for standardized weights, stays unchanged.
+
+    The ranges of activations that `FakeQuantize` rounds follow training, as its `observer` says.
 
     Args:
         batch_normalization: switch BatchNormalization.
@@ -83,6 +87,9 @@ class TrainingMode(Pass):
         self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
+        for node in list(model.graph):
+            if (observer := Observer.read(node)) is not None:
+                observe(model, node, observer)
         names = dict.fromkeys(x for node in model.graph.all_nodes() if _kind(node) for x in _names(node))
         for pattern in [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []:
             if not any(matches(name, pattern) for name in names):

@@ -17,6 +17,7 @@ ADAMW = {"optimizer": passes.AdamW(1e-2)}
 MOMENTUM = {"optimizer": passes.SGD(0.1, momentum=0.9)}
 AUGMENT = passes.AugmentImages(vertical_flip=0.5, rotation=20, resized_crop=0.4, mixup=0.4, layout="NCHW")
 IN_16_BITS = {**ADAMW, "precision": passes.MixedPrecision()}
+RANGES = {"x": (-3.0, 3.0), "a0": (-1.0, 1.0)}  # of the activations of `mlp`
 # The steps beside a loss of labels, of two layers.
 LAYERS: dict[str, dict[str, Any]] = {
     "plain descent": {"optimizer": passes.SGD(0.1)},
@@ -46,6 +47,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "a head": {**ADAMW, "adapter": passes.Head(classes=5)},
     "standardized": {**ADAMW, "standardize": passes.Standardize(0.5, 2.0)},
     "mixed rows": {**ADAMW, "augment": passes.MixUp(alpha=0.4)},
+    "fake quantized": {**ADAMW, "quantize": passes.FakeQuantize(ranges=RANGES)},
+    "scales that train": {**ADAMW, "quantize": passes.FakeQuantize(ranges=RANGES, observer="lsq")},
     "16 bits": IN_16_BITS,
     "bfloat16": {**ADAMW, "precision": passes.MixedPrecision("bfloat16")},
     "fused": {**MOMENTUM, "fuse": passes.Fuse()},

@@ -12,7 +12,31 @@ from rewrite_mutants import of
 
 FAULTS = "room_faults"
 
+QUANTIZATION = "fake_quantize"
+
 MUTANTS = [
+    *of(
+        "passes/quantization/fake_quantize.py",
+        QUANTIZATION,
+        ("pytorchs", "self._round_bias(bias, flat, scale_of_x * scale, is_shared)", "bias"),
+        ("pytorchs", "scale = STOP_GRADIENT.mark(op.Max(step, LEAST))", "scale = op.Max(step, LEAST)"),
+        ("pytorchs", "op.Round(op.Neg(least) / ", "op.Floor(op.Neg(least) / "),
+        ("pytorchs", '{"axis": product.axis}', '{"axis": 1 - product.axis}'),
+        ("pytorchs", "STOP_GRADIENT.mark(rounded) + passed", "STOP_GRADIENT.mark(rounded) + 2 * passed"),
+    ),
+    *of(
+        "passes/quantization/observers.py",
+        QUANTIZATION,
+        ("evaluates", "InferenceForm(inputs={0: name_of(old)}).write(reader.outputs[0])", "pass"),
+        ("pytorchs", "(1 - observer.momentum) * seen", "observer.momentum * seen"),
+        ("gradients", "math.sqrt(count * LEVELS)", "math.sqrt(LEVELS)"),
+    ),
+    *of(
+        "passes/quantization/fold.py",
+        QUANTIZATION,
+        ("folding", "(np.ravel(start) - mean)", "(np.ravel(start) + mean)"),
+        ("folding", "factor.reshape(groups, -1)", "factor.reshape(-1, groups).T"),
+    ),
     *of(
         "graphopt/data/language/documents.py",
         FAULTS,

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from builders import model
-from capabilities import CAPABILITIES
+from capabilities import CAPABILITIES, batches, network
 from steps import assert_close, assert_equal
 
 import graphopt
@@ -24,7 +24,8 @@ T = np.random.default_rng(1).integers(0, 5, 24)
 
 # Halves accumulate nothing, and add no update inside a product, as a fused step does; 16 bits round both otherwise.
 NOT_BIT_FOR_BIT = {"plain descent", "accumulated", "fused", "16 bits", "bfloat16"}
-SPLIT = [name for name in CAPABILITIES if name not in NOT_BIT_FOR_BIT]
+QUANTIZED = ["fake quantized", "scales that train"]  # by the ranges of another network
+SPLIT = [name for name in CAPABILITIES if name not in {*NOT_BIT_FOR_BIT, *QUANTIZED}]
 
 
 class Twins(Communicator):
@@ -68,6 +69,15 @@ def test_twins_compute_what_the_fused_step_computes(name: str, network: str, nat
         assert all(np.allclose(x, twins.state[n], atol=1e-6) for n, x in fused.state.items())
     else:
         assert_equal(fused.state, twins.state)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_twins_move_ranges_and_scales_as_the_fused_step_does(name: str) -> None:
+    pipeline, source = graphopt.standard(loss=passes.CrossEntropy(), **CAPABILITIES[name]), network(name)
+    twins, fused = halved(pipeline, source), graphopt.Executor(pipeline(source), threads=1)
+    for batch in batches(name, 3):
+        assert fused.step(batch)["loss"] == pytest.approx(twins.step(batch)["loss"], rel=3e-7)
+    assert_equal(fused.state, twins.state)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_pieces_of_a_large_weight_are_quantized_one_after_the_other(monkeypatch)
     whole = graphopt.load(products(w))
     parts = graphopt.load(products(w))
     passes.QuantizeWeights()(whole)
-    monkeypatch.setattr("passes.quantize_weights._NUMBERS_AT_ONCE", 200)
+    monkeypatch.setattr("passes.quantization.quantize_weights._NUMBERS_AT_ONCE", 200)
     passes.QuantizeWeights()(parts)
     tensors = [x.graph.initializers["w"].const_value.tobytes() for x in (whole, parts)]
     assert tensors[0] == tensors[1]

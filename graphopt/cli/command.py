@@ -49,6 +49,7 @@ from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.tuning.notes import PIXELS
 from graphopt.cli.words import TUNE, check_words, field_of, reader_of, with_folders
+from graphopt.data.loader import TrainingRows
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -56,12 +57,14 @@ from graphopt.graph.metadata import DECODER, Architecture
 from graphopt.graph.storage import save
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
+from graphopt.inspection.sensitivity import sensitivity
 from graphopt.inspection.words import counted
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.pipeline import Pipeline, Step
 from graphopt.runtime.saved_folder import OF_TOKENIZER, save_folder
 from graphopt.targets.native.precision import chosen_precision, described
 from graphopt.training.callbacks.terminal import open_console, print_line
+from graphopt.training.fit import opened
 from graphopt.training.signals import ending
 
 INTERRUPTED = 130
@@ -427,6 +430,9 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     precision = chosen_precision(fields.get("matmul_precision"))
     if step is not None and on_cpu and precision != "highest":
         summary += f"products   {described(precision)}\n"
+    if recipe.fields["sensitivity"]:
+        rows = TrainingRows(recipe.data, model, recipe.split(len(recipe.data))[0], opened)
+        summary += "".join(f"{line}\n" for line in sensitivity(result, pipeline, rows.run))
     write(folder / "report.txt", f"{summary}\n{result.listings()}")
     for text in _without_long_tables(summary.splitlines()):
         print_line(console, text, indent=11)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -27,6 +27,8 @@ Rows = range | np.ndarray
 HASHED_BYTES = 2**26  # of each array
 Shuffle = bool | Literal["consecutive"]
 T = TypeVar("T")
+Runs = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]  # computes outputs from inputs, by name
+MOST_RUN, ROWS_AT_ONCE = 2048, 64  # rows on which a model runs for a pass that learns
 
 
 class Batches:
@@ -306,9 +308,22 @@ def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0)
 
 
 class TrainingRows:
-    """Read the training rows of a data set in pieces, those of inputs in the types and shapes of a model."""
+    """Read the training rows of a data set in pieces, those of inputs in the types and shapes of a model.
 
-    def __init__(self, data: Dataset, model: ir.Model, rows: Rows, *, allow_nan: bool = False) -> None:
+    Args:
+        opened: returns a function that runs a model.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        model: ir.Model,
+        rows: Rows,
+        opened: Callable[[ir.Model], Runs],
+        *,
+        allow_nan: bool = False,
+    ) -> None:
+        self._opened = opened
         self._inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         self._arrays = _fed_arrays(data, list(self._inputs), self._inputs)
         self._rows, self._allow_nan = rows, allow_nan
@@ -326,6 +341,20 @@ class TrainingRows:
             return
         batches = Batches({name: array}, {name: self._inputs[name]}, allow_nan=self._allow_nan)
         yield from (batches.take(rows)[name] for rows in parts)
+
+    def run(self, model: ir.Model) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the outputs of a model on the first rows, `MOST_RUN` at most, by name."""
+        inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
+        if missing := [name for name in inputs if name not in self._arrays]:
+            raise GraphoptError(
+                f"data: expected an array {missing[0]!r} to learn from, found {', '.join(map(repr, self._arrays))}"
+            )
+        arrays = {name: self._arrays[name] for name in inputs}
+        batches = Batches(arrays, inputs, allow_nan=self._allow_nan)
+        compute, fixed = self._opened(model), fixed_batch(inputs)
+        for rows in Batches.split(self._rows[:MOST_RUN], fixed or ROWS_AT_ONCE):
+            if fixed in (None, len(rows)):
+                yield compute(batches.take(rows))
 
 
 def draw(

@@ -45,15 +45,23 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
                 InferenceForm(operator=(node.op_type, attributes), reads=tuple(inputs), output=i).write(y)
 
 
-def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = False) -> ir.Model:
+def extract(
+    model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = False, quantized: bool = True
+) -> ir.Model:
     """Return the part of a training graph that computes `outputs`, in its inference form.
 
-    With `merged`, it is the part without adapters, for weights into which they are merged.
+    Args:
+        model: the training graph.
+        outputs: what to compute.
+        merged: leave out adapters, for weights into which they are merged.
+        quantized: round as fake quantization does; otherwise, leave its nodes out.
     """
     extracted = extracted_model(model, list(model.graph.inputs), list(outputs))
     with interface_kept(extracted):
         predicts = not any(role_of(y) in _OF_LOSS for y in outputs)
         _switch_to_inference(extracted.graph, merged, predicts)
+        if not quantized:
+            _leave_out_rounding(extracted.graph)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = extracted_model(extracted, list(extracted.graph.inputs), list(extracted.graph.outputs))
     remove_unused_results(extracted.graph)
@@ -103,6 +111,15 @@ def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
         y.type = y.shape = None  # the type changes because its inputs are no longer cast
 
 
+def _leave_out_rounding(graph: ir.Graph) -> None:
+    """Let the readers of rounded numbers read the numbers themselves."""
+    for node in graph:
+        if metadata.FAKE.is_set(node):
+            ir.convenience.replace_all_uses_with(
+                node.outputs[0], given(node.inputs[0]), replace_graph_outputs=True
+            )
+
+
 def _operator(
     graph: ir.Graph, place: ir.Node, made: dict[str, ir.Node], same: dict[str, ir.Value], form: InferenceForm
 ) -> ir.Value | None:
@@ -144,6 +161,7 @@ def trained_parts(
     *,
     as_stored: bool = True,
     adapters: _Adapters = "merged",
+    quantized: bool = True,
 ) -> ModelParts:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
@@ -156,9 +174,10 @@ def trained_parts(
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
         as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
         adapters: whether they are merged into the weights, left out, or kept as operators.
+        quantized: whether the model rounds as fake quantization does in training.
     """
     outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
-    inference = extract(model, outputs_of_model, merged=adapters != "kept")
+    inference = extract(model, outputs_of_model, merged=adapters != "kept", quantized=quantized)
     graph = inference.graph
     averaged = {owner: state[name] for name, owner in averages_read(model).items()}
     changed = merged_weights(model, {**state, **averaged}) if adapters == "merged" else {}

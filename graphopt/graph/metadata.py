@@ -118,6 +118,11 @@ TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 SURROGATE = Flag("graphopt.surrogate")  # a node whose gradient is another than its slope on purpose
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
+STORED_AS = Text(
+    "graphopt.stored_as"
+)  # of such a node: the name of the result in the file, if not the weight's
+FAKE = Flag("graphopt.fake")  # a node that rounds to integers or back, which the float model leaves out
+RANGE = Text("graphopt.range")  # of an initializer: which end of an activation's range it is, low or high
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 EXPORTED_GRAPH = Text("pkg.torch.export.ExportedProgram.graph_signature")  # of a graph: what PyTorch exported
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
@@ -527,6 +532,24 @@ class Pruning(Note, key="graphopt.pruning", expected="a number of updates and a 
 
     def check(self) -> None:
         expect(0 <= self.end < 2**53, 0 <= self.sparsity <= 1)
+
+
+@dataclass(frozen=True)
+class Observer(Note, key="graphopt.observer", expected="how the range of an activation follows training"):
+    """Mark a QuantizeLinear whose range training moves; see `passes.FakeQuantize`.
+
+    Args:
+        kind: `ema` or `lsq`.
+        momentum: the share that a moving average keeps of itself in a step.
+        freeze_after: the number of steps after which it stays.
+    """
+
+    kind: str
+    momentum: float = 0.0
+    freeze_after: int | None = None
+
+    def check(self) -> None:
+        expect(self.kind in ("ema", "lsq"), 0 <= self.momentum < 1, (self.freeze_after or 0) >= 0)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,18 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import PREFIX, STORED, STORED_TYPE, Detached, Note, expect
+from graphopt.graph.metadata import (
+    FAKE,
+    PREFIX,
+    STORED,
+    STORED_AS,
+    STORED_TYPE,
+    Detached,
+    Note,
+    expect,
+    malformed,
+    remove_own,
+)
 from graphopt.graph.opsets import Versions
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured, extracted_between
@@ -209,22 +220,31 @@ def _write(entries: Any, texts: Mapping[str, str]) -> None:
 
 
 def store(model: ir.Model) -> None:
-    """Replace each node that rounds a weight to its form in the file by the result, under the weight's name."""
+    """Replace each node that rounds a weight to its form in the file by the result, under the weight's name.
+
+    Its scale may be computed from the weight, too, and has a name of its own.
+    """
     graph = model.graph
     for node in [node for node in graph if STORED.is_set(node)]:
         weight, y = node.inputs[0], node.outputs[0]
         while weight is not None and (before := weight.producer()) is not None:
             weight = before.inputs[0] if before.inputs else None
         if weight is not None and weight.is_initializer():
-            stored = _computed(model, weight, y)
-            y.name, name = f"{y.name}/computed", name_of(weight)
-            del graph.initializers[name]
-            weight.name = f"{name}/float"
-            graph.register_initializer(weight)
+            stored, name = _computed(model, weight, y), STORED_AS.read(node)
+            y.name = f"{y.name}/computed"
+            if name is None:
+                name = name_of(weight)
+                del graph.initializers[name]
+                weight.name = f"{name}/float"
+                graph.register_initializer(weight)
+            elif name in graph.initializers:
+                raise malformed(node, STORED_AS.key, "a name that no other value has")
             value = ir.Value(name=name, type=ir.TensorType(stored.dtype), shape=y.shape, const_value=stored)
             graph.register_initializer(value)
             ir.convenience.replace_all_uses_with(y, value, replace_graph_outputs=True)
     RemoveUnusedNodesPass()(model)
+    for node in filter(FAKE.is_set, graph):
+        remove_own(node)
     for value in graph.initializers.values():
         stored_type = STORED_TYPE.read(value)
         if stored_type is not None and (tensor := value.const_value) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, Protocol, final
@@ -35,11 +35,14 @@ from graphopt.graph.values import name_of
 class Read(Protocol):
     """Return the training rows of the array of an input or a target, in pieces.
 
-    `outputs` returns the number of outputs that predict the target: one for each class, also for classes in rows that
-    do not train, or one for each column of numbers.
+    `run` returns the outputs of a model on these rows, by name, in pieces. `outputs` returns the number of outputs that
+    predict the target: one for each class, also for classes in rows that do not train, or one for each column of
+    numbers.
     """
 
     def outputs(self) -> int: ...
+
+    def run(self, model: ir.Model) -> Iterator[Mapping[str, np.ndarray]]: ...
 
     def __call__(self, name: str, /) -> Iterator[np.ndarray]: ...
 
@@ -72,9 +75,11 @@ class Pass(ir.passes.InPlacePass, Checked):
 
     Attributes:
         alters: how the pass makes predictions other than those of the file, for a pass that does so on purpose.
+        follows: whether a pass that learns options learns them from the model that the passes before it make.
     """
 
     alters: ClassVar[str] = ""
+    follows: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -99,7 +104,7 @@ class Pass(ir.passes.InPlacePass, Checked):
         """Return the pass with the options that it learns from the training rows; see `graphopt.adapt`.
 
         Args:
-            model: the model before the pipeline.
+            model: the model before the pipeline, or before the pass.
             read: returns the training rows of the array of an input or a target, in pieces.
         """
         return self
@@ -294,7 +299,7 @@ def needed(model: ir.Model) -> list[ir.Node]:
 
 
 def _has_meaning(node: ir.Node) -> bool:
-    flags = (metadata.STOP_GRADIENT, metadata.STORED, metadata.MIXED)
+    flags = (metadata.STOP_GRADIENT, metadata.STORED, metadata.MIXED, metadata.FAKE)
     return any(flag.is_set(node) for flag in flags) or any(map(metadata.InferenceForm.is_on, node.outputs))
 
 

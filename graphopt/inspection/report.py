@@ -22,6 +22,7 @@ from graphopt.graph.merging import Adapted, adapted
 from graphopt.graph.metadata import (
     EXPORT_ANEW,
     EXPORTED_GRAPH,
+    FAKE,
     RUNTIME,
     Exported,
     Kind,
@@ -191,6 +192,7 @@ def _summary(result: Report) -> Iterator[str]:
         yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
     if not result.blocked:
         yield from _step(result)
+    yield from _integers(result)
     yield f"operators  {_operators(result.model)}"
     if not result.blocked:
         yield f"of a step  {_operators(final)}"
@@ -346,6 +348,23 @@ def _adapters(model: ir.Model, total: int) -> Iterator[str]:
         count = elements(values[x] for note in own for x in note.values if x in values)
         weights = counted(len({note.weight for note in own}), "weight")
         yield f"adapters   {name} of {weights}: {count:,} numbers, {count / max(total, 1):.2%} of the model's"
+
+
+def _integers(result: Report) -> Iterator[str]:
+    """Say which products the trained model computes on integers, and what stops the others."""
+    from passes.quantization.placement import kernels
+
+    rounded = [
+        model
+        for step, _, model, _ in result.stages
+        if step == "quantize" and any(map(FAKE.is_set, model.graph))
+    ]
+    if not rounded:
+        return
+    rows = [*kernels(rounded[-1].graph)]
+    count = sum(not kernel.startswith("float") for _, _, kernel in rows)
+    yield f"integers   {count} of {counted(len(rows), 'product')} by ONNX Runtime's integer kernels"
+    yield from _table([(f"  {name}", op_type, kernel) for name, op_type, kernel in rows])
 
 
 def _blocked(step: str, error: GraphoptError) -> Iterator[str]:

@@ -19,7 +19,7 @@ from graphopt.graph import inference
 from graphopt.graph.classified import note_classification
 from graphopt.graph.loading import Source
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in, set_labels
+from graphopt.graph.metadata import FAKE, UNTRAINED, add_labels, labels_in, set_labels
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.roles import FED, Role, with_role
@@ -147,6 +147,7 @@ class ExecutorState(Checked):
         *,
         into: Source | None = None,
         adapters: Literal["merged", "slots"] = "merged",
+        quantized: bool = True,
     ) -> onnx.ModelProto:
         """Return the inference model with the trained weights, under the names of the model that was compiled.
 
@@ -159,6 +160,7 @@ class ExecutorState(Checked):
                 its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
                 Nothing can be merged into integers: if the model has quantized weights with adapters, adapters stay
                 operators.
+            quantized: return the model in integers if it trains by `passes.FakeQuantize`; otherwise, in floats.
 
         Raises:
             GraphoptError: the inference model has no value with one of these names, or `into` is another model.
@@ -168,7 +170,7 @@ class ExecutorState(Checked):
                 f"trained: expected the names of outputs, found {outputs!r}: write trained([{outputs!r}]); for a file, "
                 f"executor.save_trained({outputs!r})"
             )
-        return self._trained("trained", outputs, into, adapters).message()
+        return self._trained("trained", outputs, into, adapters, quantized).message()
 
     @checked()
     def save_trained(
@@ -178,6 +180,7 @@ class ExecutorState(Checked):
         *,
         into: Source | None = None,
         adapters: Literal["merged", "slots"] = "merged",
+        quantized: bool = True,
     ) -> None:
         """Write the model that `trained` returns to the file that `graphopt.save` would write.
 
@@ -189,16 +192,17 @@ class ExecutorState(Checked):
             outputs: as in `trained`.
             into: as in `trained`.
             adapters: as in `trained`.
+            quantized: as in `trained`.
 
         Raises:
             GraphoptError: as in `trained`, or the file cannot be written. Nothing is changed.
         """
         check_path(path, "save_trained", "executor.save_trained('trained.onnx')")
         path = path_of_file(path, "save_trained")
-        self._trained("save_trained", outputs, into, adapters).save(path)
+        self._trained("save_trained", outputs, into, adapters, quantized).save(path)
 
     def _trained(
-        self, call: str, outputs: Sequence[str] | None, into: Source | None, adapters: str
+        self, call: str, outputs: Sequence[str] | None, into: Source | None, adapters: str, quantized: bool
     ) -> ModelParts:
         """Return the inference model with the trained weights; errors name the method `call`."""
         if adapters not in ("merged", "slots"):
@@ -208,6 +212,11 @@ class ExecutorState(Checked):
                 raise GraphoptError(
                     f"{call}: outputs: expected none with into, whose outputs stay, found some"
                 )
+            if any(FAKE.is_set(node) for node in self._model.graph):
+                raise GraphoptError(
+                    f"{call}: into: expected none, since a model that trains by FakeQuantize has other operators in "
+                    "integers, and folded weights, found a model: leave into out"
+                )
             trained = trained_into(self._model, self.state, into, slots=adapters == "slots")
         elif adapters == "slots":
             raise GraphoptError(
@@ -216,7 +225,11 @@ class ExecutorState(Checked):
         else:
             packed = any(note.quantized for _, note in adapted(self._model))
             trained = inference.trained_parts(
-                self._model, self.state, outputs, adapters="kept" if packed else "merged"
+                self._model,
+                self.state,
+                outputs,
+                adapters="kept" if packed else "merged",
+                quantized=quantized,
             )
         if into is not None and self.labels is not None:
             set_labels(trained.proto, self.labels)

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.arguments import checked, keywords_of
 from graphopt.communicator import digest
 from graphopt.data import Dataset
 from graphopt.data.dataset import TARGET
 from graphopt.data.foreign import as_dataset, has_rows, relabelled
-from graphopt.data.loader import Shuffle, TrainingRows, fixed_batch, hold_out
+from graphopt.data.loader import Runs, Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
@@ -24,7 +25,9 @@ from graphopt.graph.metadata import OWNER, Pruning, TargetSpec
 from graphopt.graph.storage import model_digest
 from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline, check_pipeline
+from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.session import Session
 from graphopt.training.callbacks.callback import Callback, Run, callbacks_of
 from graphopt.training.callbacks.progress import ProgressBar
 from graphopt.training.callbacks.terminal import is_watched
@@ -191,7 +194,12 @@ def adapt(
     if epochs is not None:
         options = FitOptions(epochs=epochs, batch_size=batch_size)
         pipeline = pipeline.planned(options.epochs * math.ceil(len(rows) / options.batch_size))
-    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan))
+    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, opened, allow_nan=allow_nan))
+
+
+def opened(model: ir.Model) -> Runs:
+    """Return a function that runs a model on the CPU, in one session."""
+    return Session(Device("cpu"), model).compute_arrays
 
 
 def _warn_of_unfinished_pruning(run: Run) -> None:

@@ -54,6 +54,7 @@ _FIELDS_OF = {  # and the verbs that use them
     "prompt": ("generate",),
     "rows": ("evaluate", "predict"),
     "time": ("report",),
+    "sensitivity": ("report",),
 }
 SEARCH_PATH = "hydra.searchpath"
 SET_BY_HYDRA = ("job.override_dirname.", "runtime.choices.", "runtime.config_sources.")

@@ -84,6 +84,8 @@ class RecipeFields:
         form: what run=export writes: merged, slots, peft, gguf, or small, without the channels that are 0
         base_name: of run=export form=peft: the name of the base, such as Qwen/Qwen3-0.6B; null: that in config.json
         time: of run=report: also compile kernels, and time a step with them and without
+        sensitivity: of run=report quantize=int8: also measure, on training rows, how much each product changes the
+            outputs when it alone is rounded
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
         reward: the function that rewards completions of data=prompts for loss=grpo, or several, whose rewards are
@@ -102,6 +104,7 @@ class RecipeFields:
     form: Annotated[Literal["merged", "slots", "peft", "gguf", "small"], "merged, slots, peft, gguf or small"]
     base_name: Annotated[str | None, "a name, or null"]
     time: bool
+    sensitivity: bool
     quiet: bool
     trust: Annotated[Sequence[str], "a list of packages, as in trust=[my_package]"]
     reward: Annotated[

@@ -143,12 +143,17 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
     """Make the forward pass read the values that a QuantizeLinear and its DequantizeLinear pass straight through.
 
     The value stays the same at the point: y becomes y + (s - s), where the second s is held. Return the quantizers all
-    of whose readers are done.
+    of whose readers are done, or stop gradients.
     """
     needed = ancestors([loss])
     pairs = [node for node in model.graph if node in needed and _is_smoothable(node)]
+    stopped = {
+        node
+        for node in model.graph
+        if node.op_type == QUANTIZE and not node.domain and all(map(_stops, node.outputs[0].consumers()))
+    }
     if not pairs:
-        return set()
+        return stopped
     from passes.gradients.registry import EXPANSIONS
     from passes.gradients.rules.elementwise import stretched
 
@@ -172,7 +177,7 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
                 user.replace_input_with(index, smooth)
             quantizers.add(quantizer)
     model.graph.sort()
-    return {
+    return stopped | {
         node
         for node in quantizers
         if all(user in pairs or user not in needed for user in node.outputs[0].consumers())
@@ -180,11 +185,18 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
 
 
 def _is_smoothable(node: ir.Node) -> bool:
-    """Return whether a node reads the integers of a QuantizeLinear, and both have the same constant scale."""
+    """Return whether a node reads the integers of a QuantizeLinear, and both have the same scale, which is constant."""
     x = node.inputs[0] if node.op_type == DEQUANTIZE and not node.domain else None
     quantizer = None if x is None else x.producer()
-    if quantizer is None or quantizer.op_type != QUANTIZE or quantizer.domain:
+    if quantizer is None or quantizer.op_type != QUANTIZE or quantizer.domain or STOP_GRADIENT.is_set(node):
         return False
+    scale = given(node.inputs[1])
+    if (
+        scale is quantizer.inputs[1]
+        and (source := scale.producer()) is not None
+        and STOP_GRADIENT.is_set(source)
+    ):
+        return True
     first, second = constant_of(quantizer.inputs[1]), constant_of(node.inputs[1])
     return (
         first is not None

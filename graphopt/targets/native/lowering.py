@@ -33,6 +33,7 @@ from graphopt.targets.native.normalizations import write_out_normalizations
 from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
 from graphopt.targets.native.precision import chosen_precision, multiplies_bfloat16, pieces_for
 from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
+from graphopt.targets.native.rounding import write_out_rounding
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early
 from graphopt.targets.native.toolchain import (
@@ -230,6 +231,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         model, functools.partial(_computes, forms=forms, lowerings=lowerings)
     )
     if "kernels" in lowerings:
+        write_out_rounding(model)
         write_out_normalizations(model, forms)
         read_shapes_early(model, forms)
         result.check = add_state_check(model, forms)

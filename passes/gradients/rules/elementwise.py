@@ -225,13 +225,15 @@ def dequantize_linear(
     op: Emitter, dy: Value, x: Value, scale: Value, *zero: Input, active: Active, axis: int, block_size: int
 ) -> Gradients:
     """Differentiate y = (x - zero) scale, with one scale for all elements, per position on an axis, or per block."""
-    ones = op.Expand(op.CastLike(1.0, scale), op.shape_of(scale))
-    steps = op.DequantizeLinear(x, like(ones, scale), *zero, axis=axis, block_size=block_size)
-    terms = dy * op.Cast(steps, to=dy.dtype)
     dx = None
     if x in active:
         dx = dy * stretched(op, scale, x, axis, block_size)
         dx.shape = x.shape
+    if scale not in active:
+        return [dx, None]
+    ones = op.Expand(op.CastLike(1.0, scale), op.shape_of(scale))
+    steps = op.DequantizeLinear(x, like(ones, scale), *zero, axis=axis, block_size=block_size)
+    terms = dy * op.Cast(steps, to=dy.dtype)
     return [dx, by_scale(op, terms, x, scale, axis, block_size)]
 
 

@@ -1,0 +1,416 @@
+"""Simulate integers in the forward pass, so that a model trains for its form in few bits."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, some
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import (
+    FAKE,
+    FROZEN,
+    RANGE,
+    STOP_GRADIENT,
+    STORED,
+    STORED_AS,
+    InferenceForm,
+    Observer,
+)
+from graphopt.graph.rewriting import Pass, Pattern, Read, selects
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, swap
+from graphopt.intervals import within
+from passes.quantization import placement
+from passes.quantization.calibration import METHODS, ranges_of
+from passes.quantization.fold import FoldBatchNormalization, pool_means
+from passes.quantization.placement import Product
+from passes.weights.initializers import register
+from passes.weights.masters import INT32_RANGE
+
+LEAST = float(np.finfo(np.float32).eps)  # of a scale, as PyTorch's observers
+LIMITS = {"int8": 127, "int4": 7}
+_BIAS = 2.0**30  # of the int32 range, half
+QUANTIZERS = ("DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear")
+
+
+@dataclass(frozen=True)
+class FakeQuantize(Pass):
+    """Round weights and activations to integers and back, as the model's form in few bits will.
+
+    A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each
+    block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
+    biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et
+    al. 2018, https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model in integers, and
+    `trained(quantized=False)` in floats. Activations are rounded where ONNX Runtime then computes on integers.
+
+    Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
+    the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
+
+    Args:
+        weights: the integers that weights become.
+        block: how many numbers along the summed axis of a matrix share a scale; by default, all of an output.
+        weight_range: the largest integer of a weight, 127 or, for processors that add pairs of products in 16 bits
+            (AVX2 without VNNI), 63; by default, the largest of `weights`.
+        activations: the integers that activations become; None leaves them and the biases as they are.
+        ranges: the smallest and the largest number of each activation, by name. None learns them.
+        calibrate: the ranges that are learnt: the smallest and the largest numbers, percentiles 0.001 and 99.999, or
+            the range whose histogram has the least relative entropy.
+        bias: round biases as the runtime does.
+        observer: how ranges follow training: as moving averages of the smallest and the largest number of each batch
+            (`ema`), by scales that train (`lsq`: Esser et al. 2020, https://arxiv.org/abs/1902.08153), or not at all.
+        momentum: the share that a moving average keeps of itself in a step.
+        freeze_after: the number of steps after which moving averages stay as they are; None for never.
+        fold: first fold BatchNormalization into products, as `FoldBatchNormalization` does.
+        pattern: quantize only products whose weights have these names, shell-style, one or several.
+        leave_out: do not quantize these.
+
+    Raises:
+        GraphoptError: the model is quantized already, or has no such product in float32; an option has another value;
+            there are no ranges, or those of other tensors.
+
+    >>> data, model = graphopt.data.digits(), models.mlp((1, 8, 8), 10)
+    >>> steps = {"loss": passes.CrossEntropy(), "optimizer": passes.AdamW(1e-3)}
+    >>> pipeline = graphopt.standard(quantize=passes.FakeQuantize(), **steps)
+    >>> executor = graphopt.Executor(graphopt.adapt(pipeline, model, data)(model))
+    >>> records = graphopt.fit(executor, data, epochs=1)
+    >>> [x.data_type for x in executor.trained().graph.initializer if x.name == "layers.1.weight"]  # int8
+    [3]
+    """
+
+    alters: ClassVar[str] = "rounds weights and activations"
+    follows: ClassVar[bool] = True
+
+    weights: Literal["int8", "int4"] = "int8"
+    block: int | None = None
+    weight_range: int | None = None
+    activations: Literal["uint8", "int8"] | None = "uint8"
+    ranges: Mapping[str, tuple[float, float]] | None = field(default=None, repr=False)
+    calibrate: Literal["minmax", "percentile", "entropy"] = "minmax"
+    bias: bool = True
+    observer: Literal["ema", "lsq"] | None = "ema"
+    momentum: float = within("[0, 1)", 0.99)
+    freeze_after: int | None = None
+    fold: bool = True
+    pattern: Pattern = None
+    leave_out: Pattern = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choices = {"weights": LIMITS, "activations": ("uint8", "int8", None), "calibrate": METHODS}
+        choices["observer"] = ("ema", "lsq", None)
+        for name, known in choices.items():
+            if (found := getattr(self, name)) not in known:
+                raise _wrong(name, " or ".join(map(repr, known)), found)
+        limit = LIMITS[self.weights]
+        if self.weight_range is not None and not 1 <= self.weight_range <= limit:
+            raise _wrong("weight_range", f"1 to {limit}, the largest {self.weights}", self.weight_range)
+        if self.freeze_after is not None and self.freeze_after < 0:
+            raise _wrong("freeze_after", "0 steps or more", self.freeze_after)
+        if self.block is not None and self.block < 2:
+            raise _wrong("block", "2 numbers or more", self.block)
+        if self.ranges is not None:
+            object.__setattr__(
+                self, "ranges", {str(name): _range(name, x) for name, x in self.ranges.items()}
+            )
+
+    @property
+    def learns(self) -> bool:
+        return self.ranges is None and self.activations is not None
+
+    def adapted(self, model: ir.Model, read: Read) -> FakeQuantize:
+        model = model.clone()
+        self._prepare(model)
+        rounded = placement.tensors(model.graph, self._nodes(self._products(model)), others=not self.pattern)
+        names = [*dict.fromkeys(map(name_of, rounded.values()))]
+        return replace(self, ranges=ranges_of(self.calibrate, model, names, read))
+
+    def alone(self, model: ir.Model) -> dict[str, FakeQuantize]:
+        """Return by the name of each weight the pass that rounds its product alone, for a model before the pass."""
+        model = model.clone()
+        self._prepare(model)
+        found = {}
+        for product in self._products(model):
+            rounded = placement.tensors(model.graph, [product.node], others=False)
+            names = {name_of(root) for root in rounded.values()}
+            ranges = {name: x for name, x in (self.ranges or {}).items() if name in names}
+            name = name_of(product.weight)
+            found[name] = replace(self, pattern=glob.escape(name), leave_out=None, ranges=ranges)
+        return found
+
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+        if self.learns:
+            raise GraphoptError(
+                "FakeQuantize learns from training rows: run graphopt.adapt(pipeline, model, data), or set ranges"
+            )
+
+    def rewrite(self, model: ir.Model) -> None:
+        self._prepare(model)
+        products = self._products(model)
+        rounded: dict[ir.Value, ir.Value] = {}
+        if self.activations is not None:
+            rounded = placement.tensors(model.graph, self._nodes(products), others=not self.pattern)
+        self._check_ranges(map(name_of, rounded.values()))
+        with Emitter(model) as op:
+            writer = _Writer(model, op, self)
+            for x, root in rounded.items():
+                writer.round_activation(x, root)
+            for product in products:
+                writer.round_weight(product)
+
+    def _prepare(self, model: ir.Model) -> None:
+        """Write a model in the operators that have integer kernels."""
+        ensure_typed(model)
+        if self.fold:
+            FoldBatchNormalization().rewrite(model)
+        pool_means(model)
+
+    def _products(self, model: ir.Model) -> list[Product]:
+        """Return the products whose weights are to be rounded."""
+        for node in model.graph:
+            if node.op_type in QUANTIZERS:
+                raise GraphoptError(
+                    f"FakeQuantize: expected a model of floating-point numbers, found {node.op_type} node "
+                    f"{node.name!r}: it is quantized already: leave quantize out to train it as it is, or quantize the "
+                    "float file"
+                )
+        found = list(placement.products(model.graph))
+        for name, pattern in (("pattern", self.pattern), ("leave_out", self.leave_out)):
+            if pattern and not any(selects(pattern, x.weight) for x in found):
+                raise GraphoptError(
+                    f"FakeQuantize: {name}={pattern!r} matches no weight of a product; the model has "
+                    f"{some([repr(name_of(x.weight)) for x in found]) or 'none'}"
+                )
+        chosen = [
+            x
+            for x in found
+            if not selects(self.leave_out, x.weight) and (not self.pattern or selects(self.pattern, x.weight))
+        ]
+        narrow = next((x.weight for x in chosen if x.weight.dtype is not ir.DataType.FLOAT), None)
+        if narrow is not None:
+            raise GraphoptError(
+                f"FakeQuantize: expected weights of float32, found {narrow.dtype} in {name_of(narrow)!r}: convert the "
+                "model to float32"
+            )
+        if not chosen:
+            raise GraphoptError(
+                f"FakeQuantize: expected products with weights, {', '.join(_PRODUCTS)}, found none: leave quantize out"
+            )
+        return chosen
+
+    @staticmethod
+    def _nodes(products: Iterable[Product]) -> list[ir.Node]:
+        return [product.node for product in products]
+
+    def _check_ranges(self, names: Iterable[str]) -> None:
+        """Raise an error unless there are ranges of these activations, and of no others."""
+        needed = [*dict.fromkeys(names)]
+        given = self.ranges or {}
+        wrong = [name for name in needed if name not in given] or [
+            name for name in given if name not in needed
+        ]
+        if wrong and self.activations is not None:
+            raise GraphoptError(
+                f"FakeQuantize: ranges: expected those of {some([*map(repr, needed)])}, found "
+                f"{'none of' if wrong[0] in needed else 'one of'} {wrong[0]!r}: leave ranges out to learn them"
+            )
+
+
+_PRODUCTS = [op_type for op_type, row in placement.ROWS.items() if row.channel is not None]
+
+
+class _Writer:
+    """Write Q and DQ around activations, weights and biases of a model."""
+
+    def __init__(self, model: ir.Model, op: Emitter, options: FakeQuantize) -> None:
+        self._model, self._op, self._options = model, op, options
+        self._taken = set(ir.convenience.create_value_mapping(model.graph))
+        self._points: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}  # scales and zero points by the root
+        self._scales: dict[ir.Value, ir.Value] = {}  # of rounded activations
+
+    def round_activation(self, x: ir.Value, root: ir.Value) -> None:
+        """Make the readers of an activation read its rounded numbers."""
+        options = self._options
+        uses = [(node, index) for node, index in x.uses() if not _is_shape(node)]
+        if root not in self._points:
+            self._points[root] = self._point(name_of(root))
+        scale, zero = self._points[root]
+        rounded = self._pass(x, scale, zero)
+        quantizer = _quantizer(rounded)
+        if x is not root:
+            rounded = self._straight(rounded, x)  # it is rounded already
+        elif options.observer is not None:
+            Observer(options.observer, options.momentum, options.freeze_after).write(quantizer)
+        redirect(uses, rounded)
+        if x.is_graph_output() and x is root:
+            swap(x, rounded)
+            quantizer.replace_input_with(0, x)
+        self._scales[rounded] = scale
+
+    def _point(self, name: str) -> tuple[ir.Value, ir.Value]:
+        """Emit the scale and the zero point of an activation from its range."""
+        op = self._op
+        assert self._options.ranges is not None
+        low, high = (
+            self._range(f"{name}.{end}", end, number)
+            for end, number in zip(("low", "high"), self._options.ranges[name], strict=True)
+        )
+        least, most = op.Min(low, 0.0), op.Max(high, 0.0)
+        step = (most - least) / 255.0
+        scale = STOP_GRADIENT.mark(op.Max(step, LEAST))
+        zero = op.Clip(op.Round(op.Neg(least) / op.Max(step, LEAST)), 0.0, 255.0)  # stays if the scale trains
+        dtype = ir.DataType[str(self._options.activations).upper()]
+        zero = op.Cast(zero - 128.0 if dtype is ir.DataType.INT8 else zero, to=dtype)
+        return self._stored(scale, f"{name}.scale"), self._stored(zero, f"{name}.zero_point")
+
+    def _range(self, name: str, end: str, number: float) -> ir.Value:
+        value = register(self._model, name, np.array(number, np.float32), self._taken)
+        self._taken.add(name_of(value))
+        RANGE.write(value, end)
+        FROZEN.set(value)
+        return value
+
+    def round_weight(self, product: Product) -> None:
+        """Make a product read its weight, and its bias, as integers stand for them."""
+        node, w, op, options = product.node, product.read, self._op, self._options
+        x = node.inputs[0]
+        scale_of_x = None if x is None else self._scales.get(x)
+        blocked = product.blocked_axis if options.block else None
+        sizes = _sizes(w)
+        limit = options.weight_range or LIMITS[options.weights]
+        layout: dict[str, int] = {"axis": product.axis}
+        if blocked is None:
+            axes = [axis for axis in range(len(sizes)) if axis != product.axis]
+            largest = op.ReduceMax(op.Abs(w), axes, keepdims=0)
+        else:
+            largest = self._largest_of_blocks(w, blocked, sizes)
+            layout = {"axis": blocked, "block_size": self._block}
+        scale = op.Max(largest / float(limit), LEAST)
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        counts = options.bias and scale_of_x is not None and blocked is None and bias is not None
+        counts = counts and fixed(bias) is not None and _is_vector(bias, sizes[product.axis])
+        is_shared = bias is not None and len(bias.uses()) > 1  # by a product with another scale
+        if counts:
+            assert bias is not None and scale_of_x is not None
+            flat = op.Reshape(bias, [-1]) if len(bias.shape or ()) != 1 else bias
+            scale = op.Max(scale, op.Abs(flat) / (scale_of_x * _BIAS))
+        name = name_of(product.weight)
+        scale = self._stored(STOP_GRADIENT.mark(scale), f"{name}.scale")
+        zero = None
+        if options.weights == "int8":
+            shape = [sizes[product.axis]]
+            zero = op.constant(np.zeros(shape if blocked is None else _sizes(scale), np.int8))
+        rounded = self._pass(w, scale, zero, **layout)
+        STORED.set(_quantizer(rounded))
+        node.replace_input_with(1, self._straight(rounded, w))
+        if counts:
+            assert bias is not None and scale_of_x is not None
+            node.replace_input_with(2, self._round_bias(bias, flat, scale_of_x * scale, is_shared))
+
+    @property
+    def _block(self) -> int:
+        assert self._options.block is not None
+        return self._options.block
+
+    def _largest_of_blocks(self, w: ir.Value, axis: int, sizes: list[int]) -> ir.Value:
+        """Emit the largest magnitude in each block along an axis of a matrix; the last block may be shorter."""
+        op, block = self._op, self._block
+        count = math.ceil(sizes[axis] / block)
+        pads = [0, 0, 0, 0]
+        pads[2 + axis] = count * block - sizes[axis]
+        padded = op.Pad(op.Abs(w), pads) if any(pads) else op.Abs(w)
+        shape = [*sizes]
+        shape[axis : axis + 1] = [count, block]
+        return op.ReduceMax(op.Reshape(padded, shape), [axis + 1], keepdims=0)
+
+    def _round_bias(self, bias: ir.Value, flat: ir.Value, scale: ir.Value, is_shared: bool) -> ir.Value:
+        """Emit a bias as 32-bit integers of a scale stand for it; the gradient passes to the bias."""
+        op = self._op
+        name = name_of(bias)
+        scale = self._stored(STOP_GRADIENT.mark(scale), f"{name}.scale")
+        steps = [op.Div(flat, scale)]
+        steps.append(op.Round(steps[-1]))
+        steps.append(op.Clip(steps[-1], *INT32_RANGE))
+        integers = op.Cast(steps[-1], to=ir.DataType.INT32)
+        STORED.mark(integers)
+        if is_shared:
+            STORED_AS.write(_node(integers), self._free(f"{name}.integers"))
+        rounded = op.DequantizeLinear(integers, scale, axis=0)
+        for y in [*steps, integers, rounded]:
+            FAKE.mark(y)
+        return self._straight(rounded, flat)
+
+    def _straight(self, rounded: ir.Value, x: ir.Value) -> ir.Value:
+        """Emit rounded numbers whose gradient passes to the numbers themselves: y = r + (x - x), with r constant."""
+        op = self._op
+        passed = x - STOP_GRADIENT.mark(op.Identity(x))
+        return like(InferenceForm(same_as=0).write(STOP_GRADIENT.mark(rounded) + passed), x)
+
+    def _pass(self, x: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: int) -> ir.Value:
+        """Emit a QuantizeLinear and its DequantizeLinear."""
+        op = self._op
+        extra = {} if zero is not None else {"output_dtype": ir.DataType.INT4}
+        integers = FAKE.mark(op.QuantizeLinear(x, scale, zero, **extra, **layout))
+        integers.shape = x.shape
+        return like(FAKE.mark(op.DequantizeLinear(integers, scale, zero, **layout)), x)
+
+    def _stored(self, value: ir.Value, name: str) -> ir.Value:
+        """Mark what the trained model stores as a constant, under a name."""
+        STORED.mark(value)
+        STORED_AS.write(_node(value), self._free(name))
+        return value
+
+    def _free(self, name: str) -> str:
+        names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
+        free = next(x for x in names if x not in self._taken)
+        self._taken.add(free)
+        return free
+
+
+def _node(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None
+    return node
+
+
+def _quantizer(rounded: ir.Value) -> ir.Node:
+    """Return the QuantizeLinear whose DequantizeLinear computes a value."""
+    integers = _node(rounded).inputs[0]
+    assert integers is not None
+    return _node(integers)
+
+
+def _is_shape(node: ir.Node) -> bool:
+    return node.op_type in ("Shape", "Size") and node.domain == ""
+
+
+def _sizes(w: ir.Value) -> list[int]:
+    assert w.shape is not None
+    return list(w.shape.numpy())
+
+
+def _is_vector(bias: ir.Value | None, size: int) -> bool:
+    """Return whether a bias has one number for each output."""
+    return bias is not None and is_floating(bias) and _sizes(bias) in ([size], [1, size])
+
+
+def _range(name: object, numbers: Sequence[float]) -> tuple[float, float]:
+    try:
+        low, high = map(float, numbers)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        raise _wrong("ranges", f"two finite numbers of {name!r}, the smaller one first", numbers)
+    return low, high
+
+
+def _wrong(name: str, expected: str, found: object) -> GraphoptError:
+    return GraphoptError(f"FakeQuantize({name}={found!r}): expected {expected}, found {found!r}")

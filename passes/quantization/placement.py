@@ -1,0 +1,228 @@
+"""Say for each operator where QuantizeLinear and DequantizeLinear go, and which integer kernel it has.
+
+The table was tried on ONNX Runtime 1.32. What it does not list computes in float between a DequantizeLinear and a
+QuantizeLinear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.values import given, is_floating, name_of
+from passes.weights.initializers import is_weight
+
+
+@dataclass(frozen=True)
+class Row:
+    """Describe how an operator computes on integers.
+
+    Args:
+        kernel: the runtime's operator on integers; empty if there is none.
+        channel: of a product, the axis of its weight that has one scale per output.
+        rounds: whether the kernel needs a QuantizeLinear after it.
+        keeps: whether the output has the scale of the first input.
+        joins: whether it computes on integers only where its inputs, or its output, are integers anyway.
+    """
+
+    kernel: str = ""
+    channel: int | None = None
+    rounds: bool = False
+    keeps: bool = False
+    joins: bool = False
+
+
+ROWS: dict[str, Row] = {
+    "Conv": Row("QLinearConv", channel=0, rounds=True),
+    "ConvTranspose": Row(channel=1),
+    "Gemm": Row("QGemm", channel=-1),
+    "MatMul": Row("QLinearMatMul", channel=-1),
+    **{
+        op_type: Row(op_type, keeps=True)
+        for op_type in (
+            *("Flatten", "Gather", "MaxPool", "Reshape", "Resize", "Slice", "Split", "Squeeze"),
+            *("Transpose", "Unsqueeze"),
+        )
+    },
+    "Add": Row("QLinearAdd", joins=True),
+    "Concat": Row("QLinearConcat", joins=True),
+    "GlobalAveragePool": Row("QLinearGlobalAveragePool", joins=True),
+    "LeakyRelu": Row("QLinearLeakyRelu", joins=True),
+    "Mul": Row("QLinearMul", joins=True),
+    "Sigmoid": Row("QLinearSigmoid", joins=True),
+    "Where": Row("QLinearWhere", joins=True),
+}
+FUSED = ("Clip", "Relu")  # after a product, a sum or a join, before its QuantizeLinear
+
+
+@dataclass(frozen=True)
+class Product:
+    """Hold a product of an activation and a weight, and the axis of the weight as the product reads it."""
+
+    node: ir.Node
+    weight: ir.Value  # the initializer
+    axis: int
+
+    @property
+    def read(self) -> ir.Value:
+        """Return the weight as the product reads it, which may be its transpose."""
+        read = self.node.inputs[1]
+        assert read is not None
+        return read
+
+    @property
+    def blocked_axis(self) -> int | None:
+        """Return the axis that the product sums over, if it is one."""
+        return (
+            1 - self.axis
+            if self.node.op_type in ("Gemm", "MatMul") and len(self.read.shape or ()) == 2
+            else None
+        )
+
+
+def row_of(node: ir.Node) -> Row:
+    """Return the row of a node; an operator without one computes in float."""
+    row = ROWS.get(node.op_type, Row()) if node.domain == "" else Row()
+    if node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") != "nearest":
+        return Row()
+    return row
+
+
+def products(graph: ir.Graph) -> Iterator[Product]:
+    """Yield the products with weights of float32 that nothing but such products reads."""
+    for node in graph:
+        row, read = row_of(node), node.inputs[1] if len(node.inputs) > 1 else None
+        weight = read
+        while weight is not None and (before := weight.producer()) is not None:
+            is_view = before.op_type in ("Identity", "Transpose") and before.domain == ""
+            weight = before.inputs[0] if is_view and len(weight.uses()) == 1 else None
+        if row.channel is None or read is None or read.shape is None or not is_weight(weight):
+            continue
+        assert weight is not None
+        if len(weight.uses()) == 1 and not weight.is_graph_output() and not weight.is_graph_input():
+            yield Product(node, weight, _channel(node, row.channel, len(read.shape)))
+
+
+def _channel(node: ir.Node, channel: int, rank: int) -> int:
+    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) != 0:
+        return 0
+    return channel % rank
+
+
+def stopped(node: ir.Node) -> str:
+    """Return what keeps a product from its integer kernel, or an empty text."""
+    if not row_of(node).kernel:
+        return f"the runtime has no integer kernel for {node.op_type}"
+    if node.op_type == "Gemm":
+        factors = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+        if factors != [1.0, 1.0] or node.attributes.get_int("transA", 0) != 0:
+            return "alpha, beta or transA is set"
+    if node.op_type == "MatMul" and len(getattr(node.inputs[1], "shape", None) or ()) < 2:
+        return "its weight is a vector"
+    return ""
+
+
+def kernels(graph: ir.Graph) -> Iterator[tuple[str, str, str]]:
+    """Yield for each product of a graph that is rounded its weight, its operator, and its kernel or what stops it."""
+    for node in graph:
+        row = row_of(node)
+        if row.channel is None or len(node.inputs) < 2:
+            continue
+        w = node.inputs[1]
+        name = name_of(node) if w is None else name_of(_origin(w))
+        why = stopped(node)
+        rounding = _rounding(w)
+        if not why and rounding is None:
+            why = "its second factor stays in floats: it is no weight of its own, or is left out"
+        elif not why and rounding is not None and given(rounding.inputs[0]).dtype is ir.DataType.INT4:
+            why = "the runtime has no integer kernel for weights of 4 bits"
+        elif not why and _rounding(node.inputs[0]) is None:
+            why = "its input stays in floats"
+        elif not why and row.rounds and not _follows(end_of(node.outputs[0])):
+            why = "its output stays in floats"
+        yield name, node.op_type, f"float: {why}" if why else row.kernel
+
+
+def _origin(x: ir.Value) -> ir.Value:
+    """Return the initializer that a value is made from, or the value."""
+    origin = x
+    while (node := origin.producer()) is not None and node.inputs and node.inputs[0] is not None:
+        origin = node.inputs[0]
+    return origin if origin.is_initializer() else x
+
+
+def _rounding(x: ir.Value | None) -> ir.Node | None:
+    """Return the DequantizeLinear that a value comes from, whose gradient may pass straight through a sum."""
+    node = None if x is None else x.producer()
+    if node is not None and node.op_type == "Add" and InferenceForm.is_on(node.outputs[0]):
+        node = given(node.inputs[0]).producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+
+def _follows(y: ir.Value) -> bool:
+    """Return whether a QuantizeLinear alone reads a value."""
+    readers = [*y.consumers()]
+    return bool(readers) and all(node.op_type == "QuantizeLinear" for node in readers)
+
+
+def end_of(y: ir.Value) -> ir.Value:
+    """Return the value that a QuantizeLinear after a node rounds: the node's output, after a Relu or Clip."""
+    users = list(y.uses())
+    if len(users) == 1 and not y.is_graph_output():
+        node, index = users[0]
+        if node.op_type in FUSED and node.domain == "" and index == 0:
+            return node.outputs[0]
+    return y
+
+
+def tensors(graph: ir.Graph, chosen: Iterable[ir.Node], *, others: bool) -> dict[ir.Value, ir.Value]:
+    """Return the activations to round, in the order of the graph, each with the one whose range it has.
+
+    Args:
+        chosen: the products to compute on integers.
+        others: whether products of two activations are computed on integers, too.
+    """
+    found: dict[ir.Value, ir.Value] = {}
+
+    def add(x: ir.Value) -> ir.Value:
+        """Add an activation, and return the one whose range it has."""
+        if x not in found:
+            node = x.producer()
+            source = node.inputs[0] if node is not None and row_of(node).keeps else None
+            found[x] = add(source) if source is not None and _is_activation(source) else x
+        return found[x]
+
+    nodes, own = list(graph), set(chosen)
+    for node in nodes:
+        row = row_of(node)
+        pair = [x for x in node.inputs[:2] if x is not None]
+        is_free = node.op_type == "MatMul" and len(pair) == 2 and all(map(_is_activation, pair)) and others
+        if (node in own or is_free) and not stopped(node):
+            for x in pair if is_free else pair[:1]:
+                add(x)
+            if row.rounds:
+                add(end_of(node.outputs[0]))
+    changed = True
+    while changed:
+        before = len(found)
+        for node in nodes:
+            read = [x for x in node.inputs if x is not None and is_floating(x)]
+            if row_of(node).joins and read and all(map(_is_activation, read)):
+                end = end_of(node.outputs[0])
+                if not end.is_graph_output() and (end in found or all(x in found for x in read)):
+                    for x in [*read, end]:
+                        add(x)
+        changed = len(found) > before
+    order = [*graph.inputs, *(y for node in nodes for y in node.outputs)]
+    return {x: found[x] for x in order if x in found}
+
+
+def _is_activation(x: ir.Value) -> bool:
+    """Return whether a value is of float32 and depends on the model's input."""
+    if x.dtype is not ir.DataType.FLOAT or ir.convenience.get_const_tensor(x) is not None:
+        return False
+    node = x.producer()
+    return node is not None or not x.is_initializer()

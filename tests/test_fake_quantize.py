@@ -1,0 +1,500 @@
+"""Models train with simulated integers, and their files in integers compute what the training graph evaluates."""
+
+from __future__ import annotations
+
+import collections
+
+import messages
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.ao.quantization as quantization
+from builders import mlp, model
+from onnx import numpy_helper
+from steps import outputs
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.graph import inference
+from graphopt.inspection.report import report
+from graphopt.inspection.sensitivity import sensitivity
+from graphopt.targets.native.lowering import plan
+
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((48, 6)).astype(np.float32)
+T = RNG.standard_normal((48, 3)).astype(np.float32)
+IMAGES = RNG.standard_normal((24, 3, 8, 8)).astype(np.float32)
+
+
+def normal(*shape, scale=0.4):
+    return RNG.standard_normal(shape) * scale
+
+
+def norm(name, channels):
+    """Return the weights of a BatchNormalization."""
+    kinds = {"g": 1 + normal(channels), "s": normal(channels), "m": normal(channels)}
+    return {f"{name}{key}": x for key, x in kinds.items()} | {f"{name}v": RNG.uniform(0.5, 2, channels)}
+
+
+def residual():
+    """Return a network with a depthwise convolution, BatchNormalization, a sum, and a mean over positions."""
+    return model(
+        """g (float[N,3,8,8] x) => (float[N,3] y) {
+            zero = Constant<value=float {0}>() six = Constant<value=float {6}>()
+            c = Conv<pads=[1,1,1,1]>(x, w0, b0) n = BatchNormalization(c, ng, ns, nm, nv) r = Relu(n)
+            d = Conv<pads=[1,1,1,1], group=8>(r, w1) o = BatchNormalization(d, og, os, om, ov) q = Clip(o, zero, six)
+            e = Conv(q, w2, b2) a = Add(e, r) f = Relu(a) axes = Constant<value=int64[2] {2, -1}>()
+            p = ReduceMean<keepdims=0>(f, axes) y = Gemm<transB=1>(p, w3, b3) }""",
+        **{"w0": normal(8, 3, 3, 3), "b0": normal(8), "w1": normal(8, 1, 3, 3), "w2": normal(8, 8, 1, 1)},
+        **{"b2": normal(8), "w3": normal(3, 8), "b3": normal(3)},
+        **norm("n", 8),
+        **norm("o", 8),
+    )
+
+
+def branches():
+    """Return a network with Concat, MaxPool, AveragePool, LeakyRelu, a transposed convolution and Softmax."""
+    return model(
+        """g (float[N,3,8,8] x) => (float[N,3] y) {
+            a = Conv<pads=[1,1,1,1]>(x, w0, b0) l = LeakyRelu(a) b = Conv(x, w1) s = Sigmoid(b) c = Concat<axis=1>(l, s)
+            m = MaxPool<kernel_shape=[2,2], strides=[2,2]>(c) t = ConvTranspose<strides=[2,2]>(m, w2, b2)
+            u = AveragePool<kernel_shape=[2,2], strides=[2,2]>(t) d = Conv<strides=[2,2]>(u, w3) e = Relu(d)
+            f = Flatten(e) h = MatMul(f, w4) k = Add(h, b4) y = Softmax(k) }""",
+        **{"w0": normal(4, 3, 3, 3), "b0": normal(4), "w1": normal(4, 3, 1, 1), "w2": normal(8, 4, 2, 2)},
+        **{"b2": normal(4), "w3": normal(5, 4, 1, 1), "w4": normal(20, 3), "b4": normal(3)},
+    )
+
+
+def attention():
+    """Return a block of self-attention with a residual connection and a wide layer."""
+    return model(
+        """g (float[N,4,6] x) => (float[N,4,3] y) {
+            n = LayerNormalization(x, g, s) q = MatMul(n, wq) k = MatMul(n, wk) v = MatMul(n, wv)
+            t = Transpose<perm=[0,2,1]>(k) p = MatMul(q, t) a = Softmax(p) z = MatMul(a, v) o = MatMul(z, wo)
+            ob = Add(o, bo) r = Add(x, ob) h = MatMul(r, w1) hb = Add(h, b1) u = Gelu(hb) y = MatMul(u, w2) }""",
+        **{"g": np.ones(6), "s": np.zeros(6), **{name: normal(6, 6) for name in ("wq", "wk", "wv", "wo")}},
+        **{"bo": normal(6), "w1": normal(6, 12), "b1": normal(12), "w2": normal(12, 3)},
+    )
+
+
+SEQUENCES = RNG.standard_normal((24, 4, 6)).astype(np.float32)
+NETWORKS = {
+    "mlp": (lambda: mlp((6, 16, 8, 3), "Relu"), X, (3,)),
+    "cnn": (lambda: models.cnn((3, 8, 8), 3, channels=(4, 6), hidden=8), IMAGES, (3,)),
+    "residual": (residual, IMAGES, (3,)),
+    "branches": (branches, IMAGES, (3,)),
+    "attention": (attention, SEQUENCES, (4, 3)),
+}
+OPTIONS = {
+    "int8": ({}, "ema"),
+    "7 bits": ({"weight_range": 63, "activations": "int8"}, "ema"),
+    "int4": ({"weights": "int4"}, "ema"),
+    "int4 in blocks": ({"weights": "int4", "block": 4, "activations": None}, "ema"),
+    "int8 in blocks": ({"block": 4}, None),
+    "lsq": ({}, "lsq"),
+    "fixed": ({"calibrate": "percentile"}, None),
+}
+
+
+def step_of(network, rows, target, observer="ema", steps=None, **options):
+    """Return the training graph of a fake-quantized network whose ranges are those of the rows."""
+    pipeline = graphopt.standard(
+        quantize=passes.FakeQuantize(observer=observer, **options),
+        **{"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05), **(steps or {})},
+    )
+    arrays = {"x": rows, "target": target}
+    return graphopt.adapt(pipeline, network, arrays, validation=None, shuffle=False)(network)
+
+
+def executor_of(*args, **options):
+    return graphopt.Executor(step_of(*args, **options), threads=1, native=False)
+
+
+def trained(name, observer="ema", steps=None, count=3, **options):
+    build, rows, shape = NETWORKS[name]
+    target = np.tanh(RNG.standard_normal((len(rows), *shape))).astype(np.float32)
+    executor = executor_of(build(), rows, target, observer, steps, **options)
+    for _ in range(count):
+        executor.step(x=rows, target=target)
+    return executor, rows
+
+
+def simulated(executor):
+    """Return the training graph's evaluation as a model."""
+    return inference.trained(executor.model, executor.state, as_stored=False)
+
+
+def run(proto, rows, **options):
+    return next(iter(outputs(proto, {"x": rows}, **options).values()))
+
+
+def kernels(proto, tmp_path):
+    """Count the operators of the graph that ONNX Runtime optimizes."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return collections.Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+
+
+def initializers(proto):
+    return {x.name: numpy_helper.to_array(x) for x in proto.graph.initializer}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_file_in_integers_computes_what_the_training_graph_evaluates(name, options):
+    chosen, observer = OPTIONS[options]
+    executor, rows = trained(name, observer, **chosen)
+    proto = executor.trained()
+    onnx.checker.check_model(proto, full_check=True)
+    expected = run(simulated(executor), rows, optimize=False)
+    np.testing.assert_array_equal(run(proto, rows, optimize=False), expected)
+    np.testing.assert_allclose(executor.predict(x=rows)["y"], expected, atol=0.05)
+    kinds = {x.name: x.data_type for x in proto.graph.initializer}
+    weight = next(name for name in kinds if name in ("fc0.weight", "layers.0.weight", "w0", "wq"))
+    assert kinds[weight] == (onnx.TensorProto.INT4 if "int4" in options else onnx.TensorProto.INT8)
+    assert onnx.TensorProto.INT32 in kinds.values() or options not in ("int8", "lsq") or name == "attention"
+    floats = executor.trained(quantized=False)
+    assert not any("Quantize" in node.op_type for node in floats.graph.node)
+    assert not any(x.name.endswith((".low", ".high", ".scale")) for x in floats.graph.initializer)
+
+
+KERNELS = {
+    "mlp": {"QGemm": 3},
+    "cnn": {"QLinearConv": 2, "QGemm": 2, "NhwcMaxPool": 2},
+    "residual": {"QLinearConv": 3, "QGemm": 1, "QLinearAdd": 1, "QLinearGlobalAveragePool": 1},
+    "branches": {"QLinearConv": 3, "QLinearConcat": 1, "QLinearSigmoid": 1, "QLinearLeakyRelu": 1},
+    "attention": {},
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_runtime_computes_products_on_integers(name, tmp_path):
+    executor, rows = trained(name)
+    proto = executor.trained()
+    found = kernels(proto, tmp_path)
+    assert {op_type: found[op_type] for op_type in KERNELS[name]} == KERNELS[name], found
+    if name != "branches":
+        assert not any(found[op_type] for op_type in ("Conv", "Gemm", "MatMul")), found
+    off, on = (run(proto, rows, optimize=x) for x in (False, True))
+    exact = name in ("mlp", "cnn")
+    np.testing.assert_allclose(on, off, rtol=0, atol=1e-5 if exact else 0.03 * np.ptp(off))
+
+
+class Rounded(torch.nn.Module):
+    """PyTorch's fake quantization of a chain of linear or convolutional layers, whose biases are 32-bit integers."""
+
+    def __init__(self, layers, ranges, limit=127):
+        super().__init__()
+        self.layers, self.limit = torch.nn.ModuleList(layers), limit
+        observed = {"averaging_constant": 0.01, "observer": quantization.MovingAverageMinMaxObserver}
+        kind = {"quant_min": 0, "quant_max": 255, "dtype": torch.quint8}
+        self.rounds = torch.nn.ModuleList(quantization.FakeQuantize(**observed, **kind) for _ in layers)
+        for rounds, (low, high) in zip(self.rounds, ranges, strict=True):
+            rounds.activation_post_process.min_val = torch.tensor(low)
+            rounds.activation_post_process.max_val = torch.tensor(high)
+
+    def forward(self, x):
+        for i, (layer, rounds) in enumerate(zip(self.layers, self.rounds, strict=True)):
+            if isinstance(layer, torch.nn.Linear) and x.dim() > 2:
+                x = x.flatten(1)
+            x = rounds(x)
+            axes = tuple(range(1, layer.weight.dim()))
+            scale = (layer.weight.detach().abs().amax(axes) / self.limit).clamp(min=torch.finfo().eps)
+            w = torch.fake_quantize_per_channel_affine(
+                layer.weight, scale, torch.zeros(len(scale)), 0, -self.limit, self.limit
+            )
+            step = rounds.scale.detach() * scale
+            b = layer.bias + (torch.round(layer.bias / step) * step - layer.bias).detach()
+            if isinstance(layer, torch.nn.Linear):
+                x = torch.nn.functional.linear(x, w, b)
+            else:
+                x = torch.nn.functional.conv2d(x, w, b, padding=1)
+            x = torch.relu(x) if i < len(self.layers) - 1 else x
+        return x
+
+
+def beside_pytorch(network, layers, rows, target, names, limit=127):
+    """Train ten steps in both, and compare losses, ranges and weights."""
+    executor = executor_of(network, rows, target, weight_range=limit)
+    weights = initializers(executor.trained(quantized=False))
+    for name, layer in layers.items():
+        layer.weight.data = torch.tensor(weights[f"{name}.weight"])
+        layer.bias.data = torch.tensor(weights[f"{name}.bias"])
+    ranges = [[float(executor.state[f"{name}.{end}"]) for end in ("low", "high")] for name in names]
+    theirs = Rounded(list(layers.values()), ranges, limit)
+    descent = torch.optim.SGD(theirs.parameters(), 0.05)
+    found, expected = [], []
+    for i in range(10):
+        batch = {"x": rows[i::10], "target": target[i::10]}
+        found.append(float(executor.step(batch)["loss"]))
+        descent.zero_grad()
+        loss = torch.nn.functional.mse_loss(theirs(torch.tensor(batch["x"])), torch.tensor(batch["target"]))
+        loss.backward()
+        descent.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for name, layer in layers.items():
+        for kind in ("weight", "bias"):
+            own = executor.state[f"{name}.{kind}"]
+            np.testing.assert_allclose(own, getattr(layer, kind).detach(), rtol=1e-6, atol=1e-6)
+    for name, rounds in zip(names, theirs.rounds, strict=True):
+        ends = (rounds.activation_post_process.min_val, rounds.activation_post_process.max_val)
+        for end, number in zip(("low", "high"), ends, strict=True):
+            np.testing.assert_allclose(executor.state[f"{name}.{end}"], number.item(), rtol=1e-6, atol=1e-6)
+    return executor
+
+
+@pytest.mark.parametrize("limit", [127, 63])
+def test_ten_steps_are_those_of_pytorchs_fake_quantization(limit):
+    layers = {f"fc{i}": torch.nn.Linear(*sizes) for i, sizes in enumerate([(6, 16), (16, 8), (8, 3)])}
+    executor = beside_pytorch(mlp((6, 16, 8, 3), "Relu"), layers, X, T, ["x", "a0", "a1"], limit)
+    before = dict(executor.state)
+    executor.predict(x=10 * X)
+    executor.evaluate(x=10 * X, target=T)
+    assert all(np.array_equal(before[name], x) for name, x in executor.state.items())
+
+
+def test_ten_steps_of_a_convolution_are_those_of_pytorchs_fake_quantization():
+    network = model(
+        """g (float[N,3,8,8] x) => (float[N,3] y) { c = Conv<pads=[1,1,1,1]>(x, "c0.weight", "c0.bias") r = Relu(c)
+            v = Flatten(r) y = Gemm<transB=1>(v, "fc.weight", "fc.bias") }""",
+        **{"c0.weight": normal(4, 3, 3, 3), "c0.bias": normal(4)},
+        **{"fc.weight": normal(3, 256, scale=0.1), "fc.bias": normal(3)},
+    )
+    layers = {"c0": torch.nn.Conv2d(3, 4, 3, padding=1), "fc": torch.nn.Linear(256, 3)}
+    beside_pytorch(network, layers, IMAGES, T[:24], ["x", "r"])
+
+
+def test_learnt_scales_have_pytorchs_gradients():
+    """Of `torch._fake_quantize_learnable_per_tensor_affine`, whose factor is 1 / sqrt(n 255)."""
+    network = mlp((6, 3), "Relu")
+    weights = initializers(network)
+    executor = executor_of(network, X, T, "lsq", calibrate="percentile")
+    low, high = float(X.min()), float(X.max())
+    scale = torch.tensor([(high - low) / 255 * 0.6], requires_grad=True)
+    executor.state = {**executor.state, "x.scale": np.array(0.6, np.float32)}
+    zero = torch.tensor([float(np.rint(-low / np.float32((high - low) / 255)))])
+    factor = 1 / np.sqrt(6 * 255)
+    x = torch._fake_quantize_learnable_per_tensor_affine(torch.tensor(X), scale, zero, 0, 255, factor)
+    w, b = torch.tensor(weights["fc0.weight"]), torch.tensor(weights["fc0.bias"])
+    steps = w.abs().amax(1) / 127
+    w = torch.fake_quantize_per_channel_affine(w, steps, torch.zeros(3), 0, -127, 127)
+    b = torch.round(b / (steps * scale.detach())) * steps * scale.detach()
+    loss = torch.nn.functional.mse_loss(torch.nn.functional.linear(x, w, b), torch.tensor(T))
+    loss.backward()
+    found = executor.step(x=X, target=T)["loss"]
+    np.testing.assert_allclose(found, loss.item(), rtol=1e-6)
+    moved = executor.state["x.scale"] - np.float32(0.6)
+    np.testing.assert_allclose(moved, -0.05 * scale.grad.numpy()[0] * (high - low) / 255, rtol=1e-3)
+
+
+COMPOSED = {
+    "accumulated": {"accumulate": passes.Accumulate(2)},
+    "recomputed": {"recompute": passes.Recompute()},
+    "16 bits": {"precision": passes.MixedPrecision()},
+    "penalty and clipping": {"regularizer": passes.L2(1e-3), "clip": passes.ClipGlobalNorm(0.1)},
+    "averages": {"average": passes.EMA(0.9)},
+    "frozen": {"parameters": passes.Parameters(freeze="*.bias", unfreeze="layers.0.*")},
+    "standardized": {"standardize": passes.Standardize(0.5, 2.0)},
+}
+
+
+@pytest.mark.parametrize("steps", COMPOSED)
+def test_the_file_is_exact_with_other_passes(steps):
+    executor, rows = trained("cnn", steps=COMPOSED[steps])
+    expected = run(simulated(executor), rows, optimize=False)
+    np.testing.assert_array_equal(run(executor.trained(), rows, optimize=False), expected)
+
+
+def test_a_distilled_file_is_exact(tmp_path):
+    teacher = str(tmp_path / "teacher.onnx")
+    graphopt.save(models.cnn((3, 8, 8), 3, channels=(8,), seed=1), teacher)
+    labels = RNG.integers(0, 3, len(IMAGES))
+    executor = executor_of(NETWORKS["cnn"][0](), IMAGES, labels, steps={"loss": passes.Distillation(teacher)})
+    executor.step(x=IMAGES, target=labels)
+    expected = run(simulated(executor), IMAGES, optimize=False)
+    np.testing.assert_array_equal(run(executor.trained(), IMAGES, optimize=False), expected)
+
+
+def test_folding_keeps_what_the_model_computes():
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,4] y) {
+            a = Conv(x, w0) b = BatchNormalization<epsilon=0.01>(a, ng, ns, nm, nv)
+            c = ConvTranspose<group=2>(b, w1, b1) d = BatchNormalization(c, og, os, om, ov)
+            p = GlobalAveragePool(d) f = Flatten(p) h = Gemm<alpha=0.5>(f, w2) i = BatchNormalization(h, pg, ps, pm, pv)
+            k = MatMul(i, w3) y = BatchNormalization(k, qg, qs, qm, qv) }""",
+        **{
+            "w0": normal(6, 3, 3, 3),
+            "w1": normal(6, 2, 3, 3),
+            "b1": normal(4),
+            "w2": normal(4, 5),
+            "w3": normal(5, 4),
+        },
+        **{**norm("n", 6), **norm("o", 4), **norm("p", 5), **norm("q", 4)},
+    )
+    loaded = graphopt.load(proto)
+    passes.FoldBatchNormalization()(loaded)
+    assert not any(node.op_type == "BatchNormalization" for node in loaded.graph)
+    np.testing.assert_allclose(run(loaded, IMAGES), run(proto, IMAGES), rtol=1e-4, atol=1e-5)
+
+
+def test_a_normalization_that_something_else_feeds_stays():
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,2,6,6] y) {
+            a = Conv(x, w) b = BatchNormalization(a, ng, ns, nm, nv) y = Add(a, b) }""",
+        w=normal(2, 3, 3, 3),
+        **norm("n", 2),
+    )
+    loaded = graphopt.load(proto)
+    passes.FoldBatchNormalization()(loaded)
+    assert [node.op_type for node in loaded.graph] == ["Conv", "BatchNormalization", "Add"]
+
+
+def test_ranges_move_only_while_they_are_not_frozen():
+    executor = executor_of(mlp((6, 3), "Relu"), X, T, freeze_after=2, momentum=0.5)
+    highs = []
+    for i in range(4):
+        executor.step(x=(2 + i) * X, target=T)
+        highs.append(float(executor.state["x.high"]))
+    start = float(X.max())
+    expected = [1.5 * start, 2.25 * start, 2.25 * start, 2.25 * start]
+    np.testing.assert_allclose(highs, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy"])
+def test_calibration_leaves_out_outliers(method):
+    rows = np.concatenate([X] * 200)
+    rows[0, 0] = 1000
+    targets = np.concatenate([T] * 200)
+    executor = executor_of(mlp((6, 3), "Relu"), rows[:2048], targets[:2048], None, calibrate=method)
+    (scale,) = (x for name, x in initializers(executor.trained()).items() if name == "x.scale")
+    assert scale < 1000 / 255 if method == "entropy" else scale < 1010 / 255
+
+
+@pytest.mark.parametrize(("opset", "weights"), [(13, "int8"), (20, "int8"), (17, "int4")])
+def test_the_file_has_the_opset_that_it_had_unless_its_integers_need_a_newer_one(opset, weights):
+    proto = model(
+        "g (float[N,6] x) => (float[N,3] y) { h = Gemm(x, w, b) r = Relu(h) y = MatMul(r, v) }",
+        opset=opset,
+        **{"w": normal(6, 8), "b": normal(8), "v": normal(8, 3)},
+    )
+    executor = executor_of(proto, X, T, weights=weights)
+    executor.step(x=X, target=T)
+    found = executor.trained()
+    assert found.opset_import[0].version == (opset if weights == "int8" else 21)
+    expected = run(simulated(executor), X, optimize=False)
+    np.testing.assert_array_equal(run(found, X, optimize=False), expected)
+
+
+def test_outputs_that_other_products_read_stay_outputs():
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,4,8,8] c, float[N,4,4,4] p, float[N,3,4,4] y) {
+            c = Conv<pads=[1,1,1,1]>(x, w, b) p = MaxPool<kernel_shape=[2,2], strides=[2,2]>(c) y = Conv(p, v) }""",
+        **{"w": normal(4, 3, 3, 3), "b": normal(4), "v": normal(3, 4, 1, 1)},
+    )
+    arrays = {"x": IMAGES, "target": np.tanh(normal(24, 3, 4, 4)).astype(np.float32)}
+    steps = {"loss": passes.MeanSquaredError(output="y"), "optimizer": passes.SGD(0.05)}
+    pipeline = graphopt.standard(quantize=passes.FakeQuantize(), **steps)
+    executor = graphopt.Executor(
+        graphopt.adapt(pipeline, proto, arrays, validation=None)(proto), native=False
+    )
+    executor.step(arrays)
+    found = outputs(executor.trained(), arrays, optimize=False)
+    expected = outputs(simulated(executor), arrays, optimize=False)
+    assert [*found] == ["c", "p", "y"]
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def test_products_that_share_a_bias_have_integers_of_their_own():
+    proto = model(
+        """g (float[N,6] x) => (float[N,4] y) { h = Gemm(x, w, b) r = Relu(h) i = Gemm(r, v, b) j = Relu(i)
+            y = Gemm(j, u, c) }""",
+        **{"w": normal(6, 4), "v": normal(4, 4), "b": normal(4), "u": normal(4, 4), "c": normal(4)},
+    )
+    executor = executor_of(proto, X, np.tanh(normal(48, 4)).astype(np.float32))
+    found = executor.trained()
+    whole = {name for name, x in initializers(found).items() if x.dtype == np.int32}
+    assert whole == {"b.integers", "b.integers.1", "c"}
+    np.testing.assert_array_equal(run(found, X, optimize=False), run(simulated(executor), X, optimize=False))
+
+
+def test_a_tied_or_embedded_weight_stays_in_float():
+    proto = model(
+        """g (int64[N,2] x) => (float[N,2,5] y) { e = Gather(w, x) t = Transpose<perm=[1,0]>(w) h = MatMul(e, v)
+            y = MatMul(h, t) }""",
+        w=normal(5, 4),
+        v=normal(4, 4),
+    )
+    pipeline = graphopt.standard(
+        quantize=passes.FakeQuantize(), loss=passes.CrossEntropy(axis=-1), optimizer=passes.SGD(0.1)
+    )
+    tokens = np.arange(20).reshape(10, 2) % 5
+    arrays = {"x": tokens, "target": tokens}
+    executor = graphopt.Executor(graphopt.adapt(pipeline, proto, arrays, validation=None)(proto), threads=1)
+    executor.step(arrays)
+    kinds = {name: x.dtype for name, x in initializers(executor.trained()).items()}
+    assert (kinds["w"], kinds["v"]) == (np.float32, np.int8)
+
+
+def test_kernels_compute_rounding_with_what_is_around_it():
+    executor, _ = trained("cnn", count=0)
+    kernels = plan(executor.model)
+    assert not any("QuantizeLinear" in node.op_type for node in kernels.model.graph)
+
+
+@pytest.mark.slow
+def test_kernels_train_as_the_runtime_does():
+    step = step_of(mlp((6, 16, 8, 3), "Relu"), X, T)
+    one, other = (graphopt.Executor(step, threads=1, native=native) for native in (False, True))
+    for _ in range(5):
+        first, second = (each.step(x=X, target=T)["loss"] for each in (one, other))
+        np.testing.assert_allclose(first, second, rtol=1e-5)
+    np.testing.assert_allclose(other.predict(x=X)["y"], run(other.trained(), X, optimize=False), atol=1e-5)
+
+
+def test_the_report_names_integer_kernels_and_what_stops_them():
+    proto = branches()
+    pipeline = graphopt.standard(
+        quantize=passes.FakeQuantize(leave_out="w3"),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1),
+    )
+    arrays = {"x": IMAGES, "target": np.abs(T[:24])}
+    lines = report(proto, graphopt.adapt(pipeline, proto, arrays, validation=None)).summary().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("integers"))
+    assert [" ".join(line.split()) for line in lines[start : start + 6]] == [
+        "integers 3 of 5 products by ONNX Runtime's integer kernels",
+        "w0 Conv QLinearConv",
+        "w1 Conv QLinearConv",
+        "w2 ConvTranspose float: the runtime has no integer kernel for ConvTranspose",
+        "w3 Conv float: its second factor stays in floats: it is no weight of its own, or is left out",
+        "w4 MatMul QLinearMatMul",
+    ]
+
+
+def test_sensitivity_is_the_change_when_one_product_alone_is_rounded():
+    proto, arrays = mlp((6, 8, 3), "Relu"), {"x": X, "target": T}
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    pipeline = graphopt.standard(quantize=passes.FakeQuantize(weights="int4"), **steps)
+    pipeline = graphopt.adapt(pipeline, proto, arrays, validation=None)
+    result = report(proto, pipeline)
+    lines = [*sensitivity(result, pipeline, lambda model: iter([outputs(model, {"x": X})]))]
+    found = {name: float(error) for error, name in map(str.split, lines[1:])}
+    (learnt,) = pipeline["quantize"]
+    alone = graphopt.load(proto)
+    passes.FakeQuantize("int4", pattern="fc1.*", ranges={"a0": learnt.ranges["a0"]})(alone)
+    y, rounded = run(proto, X), run(alone, X)
+    expected = np.linalg.norm(y - rounded) / np.linalg.norm(y)
+    assert found["fc1.weight"] == pytest.approx(expected, rel=0.01)
+    assert found.keys() == {"fc0.weight", "fc1.weight"}
+
+
+@pytest.mark.parametrize("call", messages.calls("fake_quantize_mistakes"))
+def test_mistakes(call):
+    messages.refused("fake_quantize_mistakes", call, globals())
