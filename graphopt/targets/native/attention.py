@@ -20,7 +20,7 @@ from graphopt.targets.native.products import before_transposes, only_reader, per
 
 _MOST_STEPS, _MOST_NODES = 4, 8  # of scores: as calls.h says, and with views
 _SCALE, _ADD, _KEEP, _DROP = range(4)  # as calls.h numbers them
-_OF_SHAPES = {"Shape", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze"}
+_ASIDE = {"Cast", "ConstantOfShape", "Shape", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze"}  # of shapes and masks
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Attention:
     dy: ir.Value | None = None
     gradients: list[ir.Value | None] = field(default_factory=lambda: [None] * 3)  # of q, k transposed, and v
     muls: list[tuple[ir.Node, ir.Value]] = field(default_factory=list)  # with probabilities; their other operands
-    others: set[ir.Node] = field(default_factory=set)  # that compute shapes for these nodes alone
+    others: set[ir.Node] = field(default_factory=set)  # that compute shapes and masks for these nodes alone
 
 
 def attention_kernels(node: ir.Node, forms: NodeForms) -> list[Replacement]:
@@ -126,7 +126,7 @@ def _is_zero(x: ir.Value | None) -> bool:
 
 
 def _readers(y: ir.Value) -> list[ir.Node]:
-    return [use.node for use in y.uses() if use.node.op_type != "Shape"]
+    return [use.node for use in y.uses() if use.node.op_type not in ("Shape", "Cast")]
 
 
 def _reads_probabilities(found: _Attention) -> bool:
@@ -195,10 +195,15 @@ def _has_gradient(found: _Attention, forms: NodeForms) -> bool:
 def _gradient_of_probabilities(found: _Attention, dp: ir.Value) -> bool:
     """Find the product that the gradient of probabilities is computed by; return whether it is dy v'."""
     node = dp.producer()
-    while node is not None and (_is_view(node) or node in found.backward):
-        if node not in found.backward:
-            found.backward.append(node)
-        node = given(node.inputs[2 if node.op_type == "Where" else 0]).producer()
+    if found.is_safe:  # rows of NaN stop gradients
+        masked = None if node is None or node.op_type != "Sub" else _masked(given(node.inputs[0]))
+        if masked is None or masked[:2] != (dp, _DROP) or masked[2].producer() not in found.backward:
+            return False
+        found.backward += masked[3]
+        node = given(masked[3][0].inputs[0]).producer()
+    while node is not None and _is_view(node):
+        found.backward.append(node)
+        node = given(node.inputs[0]).producer()
     if node is None or node.op_type != "MatMul" or node.domain or found.product is None:
         return False
     dy, turned_v = map(given, node.inputs)
@@ -212,10 +217,16 @@ def _gradient_of_probabilities(found: _Attention, dp: ir.Value) -> bool:
 def _gradient_of_scores(found: _Attention, ds: ir.Value) -> bool:
     """Find the gradients of queries and keys; return whether the derivatives of all steps lead there."""
     scale, masks = 1.0, set[tuple[int, ir.Value | None]]()
-    while len(readers := _readers(ds)) == 1 and (passed := _passes(readers[0], ds)) is not None:
-        scale, masks = scale * passed[0], masks | {*passed[1]}
-        found.backward.append(readers[0])
-        ds = readers[0].outputs[0]
+    while True:
+        readers, masked = _readers(ds), _masked(ds)
+        if masked is not None:
+            ds, kind, mask, nodes = masked
+            masks.add((kind, mask))
+        elif len(readers) == 1 and (factor := _factor(readers[0], ds)) is not None:
+            ds, scale, nodes = readers[0].outputs[0], scale * factor, readers
+        else:
+            break
+        found.backward += nodes
     expected = math.prod(step.number for step in found.steps if step.kind == _SCALE)
     if not math.isclose(scale, expected, rel_tol=1e-6):
         return False
@@ -238,18 +249,29 @@ def _gradient_of_scores(found: _Attention, ds: ir.Value) -> bool:
     return bool(readers)
 
 
-def _passes(node: ir.Node, ds: ir.Value) -> tuple[float, list[tuple[int, ir.Value | None]]] | None:
-    """Return by how much a node scales a gradient, and the mask where it stops one; None for other nodes."""
+def _factor(node: ir.Node, ds: ir.Value) -> float | None:
+    """Return by how much a node scales a gradient, 1 in another shape; None for other nodes."""
     if _is_view(node):
-        return 1.0, []
-    if node.op_type == "Where" and node.inputs[1] is ds and _is_zero(node.inputs[2]):
-        return 1.0, [(_KEEP, node.inputs[0])]
-    if node.op_type == "Where" and node.inputs[2] is ds and _is_zero(node.inputs[1]):
-        return 1.0, [(_DROP, node.inputs[0])]
-    for x, steps in _steps(node) if node.op_type in ("Mul", "Div") else ():
-        if x is ds:
-            return steps[0].number, []
-    return None
+        return 1.0
+    found = _steps(node) if node.op_type in ("Mul", "Div") else ()
+    return next((steps[0].number for x, steps in found if x is ds), None)
+
+
+def _masked(dy: ir.Value) -> tuple[ir.Value, int, ir.Value, list[ir.Node]] | None:
+    """Return dy m, and how the truth values m choose; or dy - dy m. The first node has dy as its first input."""
+    readers = sorted(_readers(dy), key=lambda node: node.op_type)
+    mul = readers[0] if readers and readers[0].op_type == "Mul" else None
+    if mul is None or mul.inputs[0] is not dy:
+        return None
+    cast = given(mul.inputs[1]).producer()
+    mask = None if cast is None or cast.op_type != "Cast" else cast.inputs[0]
+    if mask is None or mask.dtype != ir.DataType.BOOL:
+        return None
+    if len(readers) == 1:
+        return mul.outputs[0], _KEEP, mask, readers
+    sub = readers[1]
+    is_rest = sub.op_type == "Sub" and [*sub.inputs] == [dy, mul.outputs[0]] and _readers(mul.outputs[0]) == [sub]
+    return (sub.outputs[0], _DROP, mask, readers) if is_rest and len(readers) == 2 else None
 
 
 def _stored(x: ir.Value, *, turned: bool = False) -> tuple[ir.Value, list[int]]:
@@ -285,11 +307,11 @@ def _fits(found: _Attention) -> bool:
 
 
 def _is_read_within(y: ir.Value, nodes: set[ir.Node], others: set[ir.Node]) -> bool:
-    """Return whether only some nodes read a value, and others that compute shapes for these; add those."""
+    """Return whether only some nodes read a value, and others that compute shapes and masks for these; add those."""
     if y.is_graph_output():
         return False
     for node in {*y.consumers()} - nodes - others:
-        if node.op_type not in _OF_SHAPES or not all(_is_read_within(z, nodes, others) for z in node.outputs):
+        if node.op_type not in _ASIDE or not all(_is_read_within(z, nodes, others) for z in node.outputs):
             return False
         others.add(node)
     return True
