@@ -93,7 +93,7 @@ def _steps(node: ir.Node) -> Iterator[tuple[ir.Value, list[_Step]]]:
         yield inputs[0], []
     elif node.op_type in ("Mul", "Div"):
         for x, other in list(zip(inputs, reversed(inputs), strict=True))[: 1 if node.op_type == "Div" else 2]:
-            number = number_of(other)
+            number = _number(other)
             if number is not None and (node.op_type == "Mul" or number):
                 yield x, [_Step(_SCALE, y, number if node.op_type == "Mul" else 1 / number)]
     elif node.op_type == "Add":
@@ -104,6 +104,15 @@ def _steps(node: ir.Node) -> Iterator[tuple[ir.Value, list[_Step]]]:
         for kind, x, other in ((_KEEP, a, b), (_DROP, b, a)):
             if (number := number_of(other)) is not None:
                 yield x, [_Step(kind, y, number, mask)]
+
+
+def _number(x: ir.Value) -> float | None:
+    """Return the number of a constant, or of its reciprocal; None for other values."""
+    node = x.producer()
+    if node is None or node.op_type != "Reciprocal":
+        return number_of(x)
+    number = number_of(given(node.inputs[0]))
+    return 1 / number if number else None
 
 
 def _is_view(node: ir.Node) -> bool:
