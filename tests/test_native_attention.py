@@ -1,4 +1,4 @@
-"""Attention in kernels that keep no probabilities: PyTorch's results and gradients, for masks, head sizes and lengths."""
+"""Attention in kernels that keep no probabilities: PyTorch's results and gradients."""
 
 from __future__ import annotations
 
@@ -31,12 +31,20 @@ MASKS = {
     "a column": ("float[H,M,1] mask", "t = Mul(p, scale) s = Add(t, mask)"),
     "kept": ("bool[B,1,M,N] mask", "t = Mul(p, scale) s = Where(mask, t, lowest)"),
     "dropped": ("bool[M,N] mask", "t = Where(mask, lowest, p) s = Mul(t, scale)"),
-    "kept and added": ("bool[B,1,1,N] keep, float[M,N] mask", "t = Mul(p, scale) u = Where(keep, t, lowest) s = Add(u, mask)"),
+    "kept and added": (
+        "bool[B,1,1,N] keep, float[M,N] mask",
+        "t = Mul(p, scale) u = Where(keep, t, lowest) s = Add(u, mask)",
+    ),
 }
 SAFE = "o = Softmax(s) n = IsNaN(o) a = Where(n, zero, o) y = MatMul(a, v)"
 
 
-def graph_of(steps, masks="", after="a = Softmax(s) y = MatMul(a, v)", before="t0 = Transpose<perm=[0,1,3,2]>(k) p = MatMul(q, t0)"):
+def graph_of(
+    steps,
+    masks="",
+    after="a = Softmax(s) y = MatMul(a, v)",
+    before="t0 = Transpose<perm=[0,1,3,2]>(k) p = MatMul(q, t0)",
+):
     masks = f", {masks}" if masks else ""
     text = f"""g (float[B,H,M,D] q, float[B,H,N,D] k, float[B,H,N,E] v{masks}) => (float[B,H,M,E] y)
     <float scale = {{0.25}}, float divisor = {{2.0}}, float lowest = {{{LOWEST!r}}}, float zero = {{0.0}}>
@@ -75,7 +83,12 @@ def compare(arguments, feeds, threads=1):
 def masks_of(kind, batch, heads, rows, keys, seed=0):
     """Return masks of a kind, and what PyTorch adds for them."""
     rng = np.random.default_rng(seed)
-    shapes = {"added": (batch, 1, rows, keys), "a row": (batch, 1, 1, keys), "a column": (heads, rows, 1), "added first": (rows, keys)}
+    shapes = {
+        "added": (batch, 1, rows, keys),
+        "a row": (batch, 1, 1, keys),
+        "a column": (heads, rows, 1),
+        "added first": (rows, keys),
+    }
     sees = rng.random((batch, 1, rows, keys)) < 0.6
     sees[..., 0] = True
     if kind == "none":
@@ -103,7 +116,13 @@ def of_torch(feeds, scale, mask):
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_attention_is_that_of_pytorch(kind):
-    sizes = [(1, 1, 1, 1, 16, 16), (2, 3, 7, 9, 64, 16), (1, 2, 129, 300, 80, 80), (17, 1, 40, 40, 128, 64), (1, 1, 300, 129, 16, 128)]
+    sizes = [
+        (1, 1, 1, 1, 16, 16),
+        (2, 3, 7, 9, 64, 16),
+        (1, 2, 129, 300, 80, 80),
+        (17, 1, 40, 40, 128, 64),
+        (1, 1, 300, 129, 16, 128),
+    ]
     for batch, heads, rows, keys, depth, width in sizes:
         feeds = feeds_of(batch, heads, rows, keys, depth, width)
         masks, added = masks_of(kind, batch, heads, rows, keys)
@@ -151,14 +170,22 @@ def test_rows_of_nan_are_those_of_the_model():
 
 def test_heads_that_share_keys():
     """Groups of query heads become rows of one product; the mask is that of heads."""
-    text = """g (float[1,6,60,16] q, float[1,2,129,16] k, float[1,2,129,8] v, float[1,1,60,129] mask) => (float[1,6,60,8] y)
+    text = """g (float[1,6,60,16] q, float[1,2,129,16] k, float[1,2,129,8] v,
+    float[1,1,60,129] mask) => (float[1,6,60,8] y)
     <float scale = {0.25}, int64[4] groups = {1, 2, -1, 16}, int64[4] scores = {1, 6, 60, 129},
     int64[4] flat = {1, 2, -1, 129}, int64[4] last = {1, 6, 60, 8}> {
         r = Reshape(q, groups) t = Transpose<perm=[0,1,3,2]>(k) p = MatMul(r, t) w = Mul(p, scale)
-        h = Reshape(w, scores) s = Add(h, mask) a = Softmax(s) f = Reshape(a, flat) o = MatMul(f, v) y = Reshape(o, last) }"""
+        h = Reshape(w, scores) s = Add(h, mask) a = Softmax(s) f = Reshape(a, flat)
+        o = MatMul(f, v) y = Reshape(o, last) }"""
     graph = load(graphopt.grad(model(text), ["q", "k", "v"], seeded=True))
     assert plan(graph, PLAIN).counts["attention"] == 2
-    shapes = {"q": (1, 6, 60, 16), "k": (1, 2, 129, 16), "v": (1, 2, 129, 8), "mask": (1, 1, 60, 129), "y.seed": (1, 6, 60, 8)}
+    shapes = {
+        "q": (1, 6, 60, 16),
+        "k": (1, 2, 129, 16),
+        "v": (1, 2, 129, 8),
+        "mask": (1, 1, 60, 129),
+        "y.seed": (1, 6, 60, 8),
+    }
     feeds = numbers(shapes)
     lowered = lower_to_kernels(graph, PLAIN, 1)
     device = Device("cpu", threads=1, native=False)
@@ -180,6 +207,21 @@ def test_other_scores_stay(text):
     assert plan(graph_of(text), PLAIN).counts["attention"] == 0
 
 
-@pytest.mark.parametrize("after", ["a = Softmax(s) b = Mul(a, scale) y = MatMul(b, v)", "a = Softmax<axis=2>(s) y = MatMul(a, v)"])
+@pytest.mark.parametrize(
+    "after", ["a = Softmax(s) b = Mul(a, scale) y = MatMul(b, v)", "a = Softmax<axis=2>(s) y = MatMul(a, v)"]
+)
 def test_other_probabilities_stay(after):
     assert plan(graph_of("s = Mul(p, scale)", "", after), PLAIN).counts["attention"] == 0
+
+
+def test_keys_may_come_transposed():
+    text = """g (float[3,40,16] q, float[3,16,70] k, float[3,70,8] v) => (float[3,40,8] y) {
+        s = MatMul(q, k) a = Softmax(s) y = MatMul(a, v) }"""
+    graph = load(graphopt.grad(model(text), ["q", "k", "v"], seeded=True))
+    lowered = lower_to_kernels(graph, PLAIN, 1)
+    device = Device("cpu", threads=1, native=False)
+    feeds = numbers({"q": (3, 40, 16), "k": (3, 16, 70), "v": (3, 70, 8), "y.seed": (3, 40, 8)})
+    expected = Session(device, graph).compute_arrays(feeds)
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    for name in expected:
+        assert_near(found[name], expected[name], name, layers=3)

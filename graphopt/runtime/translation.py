@@ -18,6 +18,7 @@ from graphopt.graph.operators import PRODUCTS
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
+from graphopt.runtime.checks.rows import some_tokens
 from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays
 from graphopt.runtime.checks.verdicts import (
     LARGEST_REPRODUCER,
@@ -35,6 +36,7 @@ from graphopt.runtime.system_memory import NoRoom, check_room, give_back, taken
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
 
 COMPARED_STEPS = 2  # of a call of several
+COMPARED_TOKENS = 256  # where weights are large: kernels compute them as they compute more
 NOISY_STEPS = 8  # to see how much of a difference is rounding
 MOST_ROUNDINGS = 1000  # by which numbers of float32 may differ
 MOST_NARROW_ROUNDINGS = 30  # and those of 16 bits, or of products of lower precision
@@ -147,6 +149,11 @@ class Translation:
         if self._several:
             feeds = {name: x[:COMPARED_STEPS] for name, x in feeds.items()}
         data, state = self._signature.arrays(feeds), _arrays(self._buffers.sets[source])
+        if (
+            form.session.frozen == "low"
+            and (few := some_tokens(form.model, data, COMPARED_TOKENS)) is not None
+        ):
+            feeds = data = few
         before = taken()
         results = self._run(form, source, feeds, state)
         if form.session.frozen != "low":  # else, the plain step takes the memory that the form has left

@@ -44,7 +44,7 @@ def some_rows(model: ir.Model, batch: Arrays) -> Arrays | None:
     return few
 
 
-def some_tokens(model: ir.Model, batch: Arrays) -> Arrays | None:
+def some_tokens(model: ir.Model, batch: Arrays, most: int = TOKENS) -> Arrays | None:
     """Return the first tokens of the first rows of a batch, or None if the others may show more.
 
     They do not if rows and tokens are the first two axes of all inputs, and the graph is open to any number of both; if
@@ -61,9 +61,9 @@ def some_tokens(model: ir.Model, batch: Arrays) -> Arrays | None:
         return None
     (axis,) = axes
     is_open = len({x.value for x in axis if isinstance(x, ir.SymbolicDim)} - {None}) == 2
-    if not is_open or all(x.shape[0] <= ROWS and x.shape[1] <= TOKENS for x in batch.values()):
+    if not is_open or all(x.shape[0] <= ROWS and x.shape[1] <= most for x in batch.values()):
         return None
-    few = {name: x[:ROWS, :TOKENS].copy() for name, x in batch.items()}
+    few = {name: x[:ROWS, :most].copy() for name, x in batch.items()}
     for name, x in few.items():
         if not _repeats_alike(x, batch[name]):
             x[:, -1] = x[:, 0]

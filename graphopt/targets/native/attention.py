@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from graphopt.graph.sizes import Size, has_sizes, sizes_of
-from graphopt.graph.values import fixed, given, like, swap
+from graphopt.graph.values import dims_of, given, like, swap
 from graphopt.targets.native.forms import NodeForms, NodeKind, number_of, rank_of
 from graphopt.targets.native.library import MOST_AXES, Item, Kernel, Replacement
 from graphopt.targets.native.operators import literal
@@ -20,7 +20,16 @@ from graphopt.targets.native.products import before_transposes, only_reader, per
 
 _MOST_STEPS, _MOST_NODES = 4, 8  # of scores: as calls.h says, and with views
 _SCALE, _ADD, _KEEP, _DROP = range(4)  # as calls.h numbers them
-_ASIDE = {"Cast", "ConstantOfShape", "Shape", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze"}  # of shapes and masks
+_ASIDE = {
+    "Cast",
+    "ConstantOfShape",
+    "Shape",
+    "Concat",
+    "Gather",
+    "Slice",
+    "Squeeze",
+    "Unsqueeze",
+}  # of shapes and masks
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,9 @@ class _Attention:
     backward: list[ir.Node] = field(default_factory=list)
     dy: ir.Value | None = None
     gradients: list[ir.Value | None] = field(default_factory=lambda: [None] * 3)  # of q, k transposed, and v
-    muls: list[tuple[ir.Node, ir.Value]] = field(default_factory=list)  # with probabilities; their other operands
+    muls: list[tuple[ir.Node, ir.Value]] = field(
+        default_factory=list
+    )  # with probabilities; their other operands
     others: set[ir.Node] = field(default_factory=set)  # that compute shapes and masks for these nodes alone
 
 
@@ -184,14 +195,19 @@ def _turns(node: ir.Node) -> bool:
 
 
 def _has_gradient(found: _Attention, forms: NodeForms) -> bool:
-    """Find the gradient of the scores, p (dp - sum(p dp)), and those of queries and keys; return whether it is whole."""
+    """Find the gradient of the scores, p (dp - sum(p dp)), of queries and keys; return whether all is there."""
     for (last, other), (first, dp) in (found.muls, reversed(found.muls)):
         sub = other.producer()
         if sub is None or sub.op_type != "Sub" or sub.inputs[0] is not dp:
             continue
         total = given(sub.inputs[1]).producer()
         form = None if total is None else forms.of(total)
-        if total is None or form is None or total.op_type != "ReduceSum" or total.inputs[0] is not first.outputs[0]:
+        if (
+            total is None
+            or form is None
+            or total.op_type != "ReduceSum"
+            or total.inputs[0] is not first.outputs[0]
+        ):
             continue
         rank = rank_of(dp)
         if form.reduced != (rank - 1,) or rank_of(total.outputs[0]) != rank:
@@ -279,7 +295,9 @@ def _masked(dy: ir.Value) -> tuple[ir.Value, int, ir.Value, list[ir.Node]] | Non
     if len(readers) == 1:
         return mul.outputs[0], _KEEP, mask, readers
     sub = readers[1]
-    is_rest = sub.op_type == "Sub" and [*sub.inputs] == [dy, mul.outputs[0]] and _readers(mul.outputs[0]) == [sub]
+    is_rest = (
+        sub.op_type == "Sub" and [*sub.inputs] == [dy, mul.outputs[0]] and _readers(mul.outputs[0]) == [sub]
+    )
     return (sub.outputs[0], _DROP, mask, readers) if is_rest and len(readers) == 2 else None
 
 
@@ -294,8 +312,9 @@ def _stored(x: ir.Value, *, turned: bool = False) -> tuple[ir.Value, list[int]]:
 
 def _fits(found: _Attention) -> bool:
     """Return whether C computes this: its ranks and types, and whether nothing else reads what is between."""
-    product = given(found.product and found.product.outputs[0])
-    operands = [found.q, found.k, given(found.product.inputs[1]), given(found.dy)]  # type: ignore[union-attr]
+    assert found.product is not None
+    product = found.product.outputs[0]
+    operands = [found.q, found.k, given(found.product.inputs[1]), given(found.dy)]
     rank, steps = rank_of(product), found.steps
     if not 2 <= rank <= MOST_AXES or len(steps) > _MOST_STEPS:
         return False
@@ -305,9 +324,11 @@ def _fits(found: _Attention) -> bool:
         return False
     for step in steps:
         x, dtype = step.tensor, ir.DataType.FLOAT if step.kind == _ADD else ir.DataType.BOOL
-        if x is not None and (x.dtype != dtype or not has_sizes(x) or not rank_of(x) <= rank_of(step.y) <= MOST_AXES):
+        if x is not None and (
+            x.dtype != dtype or not has_sizes(x) or not rank_of(x) <= rank_of(step.y) <= MOST_AXES
+        ):
             return False
-    nodes = {*found.forward, *found.backward, *([found.product] if found.product else [])}
+    nodes = {*found.forward, *found.backward, found.product}
     results = {product, *found.gradients}
     inner = [y for node in nodes for y in node.outputs if y not in results]
     if any(node.graph is not found.forward[0].graph for node in nodes):
@@ -342,15 +363,15 @@ def _kernels(found: _Attention) -> list[Replacement]:
     notes = ir.Value(
         name=f"{product.outputs[0].name}/rows",
         type=ir.TensorType(ir.DataType.FLOAT),
-        shape=ir.Shape([*given(found.product and product.inputs[0]).shape[:-1], 2]),  # type: ignore[index]
+        shape=ir.Shape([*dims_of(given(product.inputs[0]))[:-1], 2]),
     )
-    operands = [rank, axes_q, axes_k, axes_v]
+    operands: list[Item] = [rank, axes_q, axes_k, axes_v]
     y, axes_y, after = _result(product.outputs[0])
     forward_inputs, backward_inputs = [q, k, v, *tensors], [q, k, v, dy, notes, *tensors]
     steps = _step_items(found.steps, forward_inputs), _step_items(found.steps, backward_inputs)
     if steps[0] is None or steps[1] is None:
         return []
-    gradients, axes_of, turned_back = [], [], list[ir.Node]()
+    gradients, axes_of, turned_back = list[ir.Value](), list[list[int]](), list[ir.Node]()
     for number, gradient in enumerate(found.gradients):
         if gradient is None:
             axes_of.append(list(range(rank)))
@@ -397,7 +418,8 @@ def _turned_back(y: ir.Value, nodes: list[ir.Node]) -> ir.Value:
         return then.outputs[0]
     product, axes = y.producer(), list(range(rank_of(y)))
     assert product is not None and product.graph is not None
-    new = ir.Value(type=y.type, shape=ir.Shape([y.shape[i] for i in transposed(axes)]), name=f"{y.name}/turned")  # type: ignore[index]
+    shape = ir.Shape([dims_of(y)[i] for i in transposed(axes)])
+    new = ir.Value(name=f"{y.name}/turned", type=y.type, shape=shape)
     back = ir.Node("", "Transpose", [new], [ir.AttrInt64s("perm", transposed(axes))], num_outputs=1)
     product.graph.insert_after(product, back)
     swap(y, like(back.outputs[0], y))
@@ -413,10 +435,9 @@ def _step_items(steps: list[_Step], inputs: list[ir.Value]) -> list[Item] | None
     }
     items: list[Item] = []
     for step in steps:
-        sizes: list[Size | None] = [] if step.tensor is None else [*sizes_of(step.y)]
-        found = [size if isinstance(size, int) else places.get(size) for size in sizes]  # type: ignore[arg-type]
-        if None in found:
+        sizes: list[Size] = [] if step.tensor is None else sizes_of(step.y)
+        found = [size if isinstance(size, int) else places.get(size, 0) for size in sizes]
+        if any(isinstance(size, str) and size not in places for size in sizes):
             return None
-        number = literal(step.number, "float")
-        items.append([step.kind, rank_of(step.tensor), len(sizes), number, found])  # type: ignore[list-item]
+        items.append([step.kind, rank_of(step.tensor), len(sizes), literal(step.number, "float"), found])
     return items
