@@ -6,10 +6,8 @@ import functools
 
 import numpy as np
 import pytest
-import torch
 from builders import model
 from precisions import assert_near
-from torch.nn.functional import scaled_dot_product_attention
 
 import graphopt
 from graphopt.graph.loading import load
@@ -106,6 +104,9 @@ def masks_of(kind, batch, heads, rows, keys, seed=0):
 
 def of_torch(feeds, scale, mask):
     """Return PyTorch's result and gradients."""
+    import torch  # not at the top: sanitizers read this file
+    from torch.nn.functional import scaled_dot_product_attention
+
     q, k, v = (torch.tensor(feeds[name], dtype=torch.float64, requires_grad=True) for name in "qkv")
     mask = torch.tensor(np.asarray(mask, np.float64))
     y = scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(*q.shape[:-1], k.shape[-2]), scale=scale)

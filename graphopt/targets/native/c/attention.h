@@ -8,6 +8,7 @@
  * A block ends where all further probabilities of its rows are 0: see `columns_of`. */
 #pragma once
 #include "calls.h"
+#include "float32.h"
 #include "functions.h"
 #include "gemm.h"
 #include "matrix.h"
@@ -88,13 +89,13 @@ static OrtStatus *find_tensors(Context *context, Attention *t, const int64_t *co
     size_t index = form->is_gradient ? 5 : 3;
     for (int n = 0; n < form->steps; n++) {
         const ScoreStep *step = form->step + n;
-        if (step->kind != SCALE) CHECK(input(context, index++, &t->tensors[n].data, t->tensors[n].dims, step->rank));
+        if (step->kind != SCALED) CHECK(input(context, index++, &t->tensors[n].data, t->tensors[n].dims, step->rank));
     }
     for (int n = 0; n < form->steps; n++) {
         const ScoreStep *step = form->step + n;
         StepTensor *x = t->tensors + n;
         int64_t strides[MOST_AXES], rows = 1;
-        if (step->kind == SCALE) continue;
+        if (step->kind == SCALED) continue;
         strides_of(step->rank, x->dims, strides);
         for (int i = 0; i < step->view; i++) {
             const int64_t code = step->sizes[i], at = -1 - code;
@@ -135,15 +136,15 @@ WIDE static void apply_steps(const Attention *t, int64_t row, int is_gradient, i
     for (int n = 0; n < t->form->steps; n++) {
         const ScoreStep *step = t->form->step + n;
         const StepTensor *tensor = t->tensors + n;
-        const float number = is_gradient && step->kind != SCALE ? 0 : step->number;
-        if (step->kind == SCALE) {
+        const float number = is_gradient && step->kind != SCALED ? 0 : step->number;
+        if (step->kind == SCALED) {
             _Pragma("omp simd") for (int64_t j = 0; j < count; j++) s[j] *= number;
             continue;
         }
-        if (step->kind == ADD && is_gradient) continue;
+        if (step->kind == ADDED && is_gradient) continue;
         const int64_t column = tensor->strides[step->view - 1], place = element_of(step, tensor, row) + first * column;
-        if (step->kind == ADD) EACH(float, s[j] += m)
-        else if (step->kind == KEEP) EACH(uint8_t, s[j] = m ? s[j] : number)
+        if (step->kind == ADDED) EACH(float, s[j] += m)
+        else if (step->kind == KEPT) EACH(uint8_t, s[j] = m ? s[j] : number)
         else EACH(uint8_t, s[j] = m ? number : s[j])
     }
 }
@@ -336,7 +337,7 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
     }
     const int64_t *dims[5 + MOST_STEPS] = {t->q.dims, t->k.dims, t->v.dims, t->dy.dims, notes};
     for (int n = 0, index = has_gradient ? 5 : 3; n < form->steps; n++)
-        if (form->step[n].kind != SCALE) dims[index++] = t->tensors[n].dims;
+        if (form->step[n].kind != SCALED) dims[index++] = t->tensors[n].dims;
     CHECK(find_tensors(context, t, dims));
     if (t->batches * t->rows * t->keys == 0) {
         for (int number = 0; number < 3; number++)
@@ -346,7 +347,7 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
     const float products = largest(&t->q) * largest(&t->k) * (float)t->q.columns;
     float scale = 1;
     for (int n = 0; n < form->steps; n++) {
-        if (form->step[n].kind == SCALE) scale *= fabsf(form->step[n].number) > 1 ? fabsf(form->step[n].number) : 1;
+        if (form->step[n].kind == SCALED) scale *= fabsf(form->step[n].number) > 1 ? fabsf(form->step[n].number) : 1;
         else t->skips = t->keys > CHUNK_OF_MASK;
     }
     t->skips = t->skips && products * scale < SMALL && largest(&t->v) < INFINITY;

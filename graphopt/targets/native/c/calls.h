@@ -32,7 +32,7 @@ typedef struct {
 
 /* What a step does to the scores of attention: multiply them by a number, add a tensor, or keep or drop those where a
  * tensor of truth values says, in whose place it puts the number. */
-enum { SCALE, ADD, KEEP, DROP, MOST_STEPS = 4 };
+enum { SCALED, ADDED, KEPT, DROPPED, MOST_STEPS = 4 };
 
 /* A step with the ranks of its tensor and of the scores as it sees them. Their sizes are numbers, or -1 - (i MOST_AXES + j)
  * for the size of axis j of input i. */
