@@ -170,7 +170,7 @@ static int64_t columns_of(const Attention *t, int64_t row0, int64_t rows) {
 }
 
 /* Return the largest magnitude of numbers, or NaN. */
-WIDE static float largest(const Stack *x) {
+WIDE static float largest_of(const Stack *x) {
     float most = 0;
     _Pragma("omp simd reduction(maximum : most)") for (int64_t i = 0; i < x->count; i++) most = MAXIMUM(most, fabsf(x->data[i]));
     return most;
@@ -208,7 +208,7 @@ typedef struct {
     int64_t row, column;
 } Matrix;
 
-static void multiply(int64_t m, int64_t n, int64_t k, Matrix a, Matrix b, Matrix c, int accumulate, void *scratch) {
+static void multiply_block(int64_t m, int64_t n, int64_t k, Matrix a, Matrix b, Matrix c, int accumulate, void *scratch) {
     gemm_product g = {.m = m, .n = n, .k = k, .batch = {1, 1}, .a = a.data, .b = b.data, .c = c.data, .threads = 1};
     g.a_strides.row = a.row, g.a_strides.column = a.column;
     g.b_strides.row = b.row, g.b_strides.column = b.column, g.c_strides.row = c.row, g.c_strides.column = 1;
@@ -231,12 +231,12 @@ static void attend(void *user, size_t task) {
         const int64_t rows = gemm_min(t->block, t->rows - first), row0 = batch * t->rows + first;
         const int64_t columns = columns_of(t, row0, rows);
         const Matrix y = rows_from(t, &t->results[0], batch, first);
-        multiply(rows, columns, t->q.columns, rows_from(t, &t->q, batch, first), flipped(rows_from(t, &t->k, batch, 0)), scores, 0, scratch);
+        multiply_block(rows, columns, t->q.columns, rows_from(t, &t->q, batch, first), flipped(rows_from(t, &t->k, batch, 0)), scores, 0, scratch);
         for (int64_t i = 0; i < rows; i++) {
             apply_steps(t, row0 + i, 0, 0, columns, scores.data + i * t->line);
             exponentials(scores.data + i * t->line, columns, t->form->is_safe, t->stats + 2 * (row0 + i));
         }
-        multiply(rows, t->v.columns, columns, scores, rows_from(t, &t->v, batch, 0), y, 0, scratch);
+        multiply_block(rows, t->v.columns, columns, scores, rows_from(t, &t->v, batch, 0), y, 0, scratch);
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < t->v.columns; j++) y.data[i * y.row + j] *= t->stats[2 * (row0 + i) + 1];
     }
@@ -270,17 +270,17 @@ static void attend_backward(void *user, size_t task) {
             const int64_t first = block * t->block, rows = gemm_min(t->block, t->rows - first), row0 = batch * t->rows + first;
             const int64_t columns = columns_of(t, row0, rows), depth = t->q.columns, width = t->v.columns;
             const Matrix q = rows_from(t, &t->q, batch, first), dy = rows_from(t, &t->dy, batch, first);
-            multiply(rows, columns, depth, q, flipped(k), scores, 0, scratch);
-            multiply(rows, columns, width, dy, flipped(v), slopes, 0, scratch);
+            multiply_block(rows, columns, depth, q, flipped(k), scores, 0, scratch);
+            multiply_block(rows, columns, width, dy, flipped(v), slopes, 0, scratch);
             for (int64_t i = 0; i < rows; i++) {
                 float *s = scores.data + i * t->line, *d = slopes.data + i * t->line;
                 apply_steps(t, row0 + i, 0, 0, columns, s);
                 probabilities(s, d, columns, form->is_safe, t->stats + 2 * (row0 + i));
                 apply_steps(t, row0 + i, 1, 0, columns, d);
             }
-            if (form->wanted[0]) multiply(rows, depth, columns, slopes, k, rows_from(t, &t->results[0], batch, first), 0, scratch);
-            if (form->wanted[1]) multiply(columns, depth, rows, flipped(slopes), q, sum_of(t, 1, batch, part), 1, scratch);
-            if (form->wanted[2]) multiply(columns, width, rows, flipped(scores), dy, sum_of(t, 2, batch, part), 1, scratch);
+            if (form->wanted[0]) multiply_block(rows, depth, columns, slopes, k, rows_from(t, &t->results[0], batch, first), 0, scratch);
+            if (form->wanted[1]) multiply_block(columns, depth, rows, flipped(slopes), q, sum_of(t, 1, batch, part), 1, scratch);
+            if (form->wanted[2]) multiply_block(columns, width, rows, flipped(scores), dy, sum_of(t, 2, batch, part), 1, scratch);
         }
     }
 }
@@ -344,13 +344,13 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
             if (t->results[number].data) memset(t->results[number].data, 0, t->results[number].count * sizeof(float));
         return NULL;
     }
-    const float products = largest(&t->q) * largest(&t->k) * (float)t->q.columns;
+    const float products = largest_of(&t->q) * largest_of(&t->k) * (float)t->q.columns;
     float scale = 1;
     for (int n = 0; n < form->steps; n++) {
         if (form->step[n].kind == SCALED) scale *= fabsf(form->step[n].number) > 1 ? fabsf(form->step[n].number) : 1;
         else t->skips = t->keys > CHUNK_OF_MASK;
     }
-    t->skips = t->skips && products * scale < SMALL && largest(&t->v) < INFINITY;
+    t->skips = t->skips && products * scale < SMALL && largest_of(&t->v) < INFINITY;
     t->line = gemm_padded(t->keys);
     int64_t block = (has_gradient ? SCORES / 2 : SCORES) / t->keys;
     if (block < LEAST_BLOCK) block = LEAST_BLOCK;
