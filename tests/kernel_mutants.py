@@ -88,8 +88,8 @@ MUTANTS = [
     ),
     *of(  # columns that some rows of a block see
         *("attention.h", ("highest",), "attention", "causal_mask"),
-        "&& last > end) end = last",
-        "&& !end) end = last - 1",
+        "<= MASKED)) end = j;",
+        "<= MASKED)) end = j - 1;",
     ),
     *of(  # parts of the gradient of keys
         *("attention.h", ("highest",), "attention", "that_of_pytorch"),

@@ -20,7 +20,8 @@ enum {
     SCORES = 1 << 17,      /* of a block: half a megabyte */
     LEAST_BLOCK = 32,      /* rows */
     PARTS = 16,            /* of the gradient, if there are as many blocks */
-    CHUNK_OF_MASK = 64,    /* columns */
+    CHUNK_OF_MASK = 256,   /* columns */
+    LEAST_SKIPPED = 64,    /* columns of scores from which on blocks end early */
 };
 
 /* exp(x - y) is 0 for a score x of a masked column and the largest score y, if products are smaller than SMALL. */
@@ -151,7 +152,7 @@ WIDE static void apply_steps(const Attention *t, int64_t row, int is_gradient, i
 
 /* Return how many columns a block has to the last one that one of its rows sees: beyond, all probabilities are 0, because
  * steps lower these scores far more than products raise them. Return all where a row sees nothing, whose scores count. */
-static int64_t columns_of(const Attention *t, int64_t row0, int64_t rows) {
+WIDE static int64_t columns_of(const Attention *t, int64_t row0, int64_t rows) {
     int64_t end = 0;
     if (!t->skips) return t->keys;
     for (int64_t row = row0 + rows - 1; row >= row0; row--) {
@@ -160,8 +161,9 @@ static int64_t columns_of(const Attention *t, int64_t row0, int64_t rows) {
             float s[CHUNK_OF_MASK] = {0}, most = -INFINITY;
             first = last > CHUNK_OF_MASK ? last - CHUNK_OF_MASK : 0;
             apply_steps(t, row, 0, first, last - first, s);
-            for (int64_t j = 0; j < last - first; j++) most = MAXIMUM(most, s[j]);
-            if (!(most <= MASKED) && last > end) end = last;
+            _Pragma("omp simd reduction(maximum : most)") for (int64_t j = 0; j < last - first; j++) most = MAXIMUM(most, s[j]);
+            for (int64_t j = last; !(most <= MASKED) && j > end && j > first; j--)
+                if (!(s[j - 1 - first] <= MASKED)) end = j;
             sees = most >= SEEN && most < INFINITY;
         }
         if (!sees) return t->keys;
@@ -348,7 +350,7 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
     float scale = 1;
     for (int n = 0; n < form->steps; n++) {
         if (form->step[n].kind == SCALED) scale *= fabsf(form->step[n].number) > 1 ? fabsf(form->step[n].number) : 1;
-        else t->skips = t->keys > CHUNK_OF_MASK;
+        else t->skips = t->keys > LEAST_SKIPPED;
     }
     t->skips = t->skips && products * scale < SMALL && largest_of(&t->v) < INFINITY;
     t->line = gemm_padded(t->keys);
