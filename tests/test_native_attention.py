@@ -123,6 +123,7 @@ def test_attention_is_that_of_pytorch(kind):
         (1, 2, 129, 300, 80, 80),
         (17, 1, 40, 40, 128, 64),
         (1, 1, 300, 129, 16, 128),
+        (8, 7, 300, 270, 16, 16),  # whose probabilities are not kept
     ]
     for batch, heads, rows, keys, depth, width in sizes:
         feeds = feeds_of(batch, heads, rows, keys, depth, width)
@@ -137,7 +138,7 @@ def test_attention_is_that_of_pytorch(kind):
 @pytest.mark.parametrize("low", [LOWEST, -1e9, -np.inf])
 @pytest.mark.parametrize("rows", [129, 300])
 def test_what_a_causal_mask_hides_is_left_out(rows, low, threads):
-    feeds, sees = feeds_of(1, 2, rows, rows, 16, 16), np.tri(rows, dtype=bool)
+    feeds, sees = feeds_of(1, 7, rows, rows, 16, 16), np.tri(rows, dtype=bool)
     feeds["mask"] = np.where(sees, 0, low).astype(np.float32)[None, None]
     found = compare(MASKS["added"][::-1], feeds, threads)
     for name, expected in of_torch(feeds, 0.25, np.where(sees, 0, -np.inf)).items():
@@ -146,7 +147,7 @@ def test_what_a_causal_mask_hides_is_left_out(rows, low, threads):
 
 @pytest.mark.parametrize("low", [LOWEST, -1e30])
 def test_rows_that_see_nothing_and_large_products_hide_nothing(low):
-    feeds = feeds_of(1, 2, 150, 150, 16, 16)
+    feeds = feeds_of(1, 24, 150, 150, 16, 16)
     feeds["mask"] = np.where(np.tri(150, dtype=bool), 0, low).astype(np.float32)[None, None]
     feeds["mask"][..., 10:90, :] = low
     compare(MASKS["added"][::-1], feeds)
@@ -154,13 +155,13 @@ def test_rows_that_see_nothing_and_large_products_hide_nothing(low):
     feeds["q"][:], feeds["k"][:] = 1e15, 1e16
     feeds["k"][..., 140, :] = 2e16  # whose score is the largest, masked or not
     compare(MASKS["added"][::-1], feeds)
-    feeds = feeds_of(1, 2, 150, 150, 16, 16) | {"mask": np.tri(150, dtype=bool)[None, None]}
+    feeds = feeds_of(1, 24, 150, 150, 16, 16) | {"mask": np.tri(150, dtype=bool)[None, None]}
     feeds["mask"][..., 10:90, :] = False
     compare(MASKS["kept"][::-1], feeds)
 
 
 def test_rows_of_nan_are_those_of_the_model():
-    feeds = feeds_of(1, 2, 129, 129, 16, 16)
+    feeds = feeds_of(1, 33, 129, 129, 16, 16)
     feeds["mask"] = np.where(np.tri(129, dtype=bool), 0, -np.inf).astype(np.float32)[None, None]
     feeds["mask"][..., 30, :] = -np.inf
     safe = compare((*MASKS["added"][::-1], SAFE), feeds)

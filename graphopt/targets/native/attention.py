@@ -363,7 +363,7 @@ def _kernels(found: _Attention) -> list[Replacement]:
     notes = ir.Value(
         name=f"{product.outputs[0].name}/rows",
         type=ir.TensorType(ir.DataType.FLOAT),
-        shape=ir.Shape([*dims_of(given(product.inputs[0]))[:-1], 2]),
+        shape=ir.Shape([*dims_of(given(product.inputs[0]))[:-1], f"{product.outputs[0].name}/notes"]),
     )
     operands: list[Item] = [rank, axes_q, axes_k, axes_v]
     y, axes_y, after = _result(product.outputs[0])

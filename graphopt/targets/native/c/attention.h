@@ -5,6 +5,7 @@
  *
  *     dv = p' dy      dp = dy v'      ds = p (dp - sum(p dp))      dq = ds k      dk = ds' q
  *
+ * Few probabilities are kept all the same, since to compute them again would take longer than to read them.
  * A block ends where all further probabilities of its rows are 0: see `columns_of`. */
 #pragma once
 #include "calls.h"
@@ -19,6 +20,9 @@
 enum {
     SCORES = 1 << 17,      /* of a block: half a megabyte */
     LEAST_BLOCK = 32,      /* rows */
+    MOST_SEEN = 64,        /* rows of a block that may end early */
+    MOST_KEPT = 1 << 22,   /* probabilities */
+    MOST_KEPT_EARLY = 1 << 19, /* if blocks may end early */
     PARTS = 16,            /* of the gradient, if there are as many blocks */
     CHUNK_OF_MASK = 256,   /* columns */
     LEAST_SKIPPED = 64,    /* columns of scores from which on blocks end early */
@@ -44,9 +48,9 @@ typedef struct {
     const AttentionForm *form;
     Stack q, k, v, dy, results[3];
     StepTensor tensors[MOST_STEPS];
-    float *stats, *sums, scale;
+    float *stats, *sums;
     int64_t outer[2], batches, rows, keys, line, block, blocks, parts, tasks;
-    int skips;
+    int skips, keeps; /* blocks may end early; `stats` are all probabilities */
     char *scratch;
     size_t bytes, block_bytes; /* of a task, of a block of scores */
 } Attention;
@@ -193,13 +197,17 @@ WIDE static void exponentials(float *restrict s, int64_t count, int is_safe, flo
     }
 }
 
-/* Turn the scores of a row into probabilities, and their gradients into those of the scores. */
-WIDE static void probabilities(float *restrict s, float *restrict d, int64_t count, int is_safe, const float stats[2]) {
+/* Turn the scores of a row into probabilities. */
+WIDE static void probabilities(float *restrict s, int64_t count, int is_safe, const float stats[2]) {
     const float most = stats[0], factor = stats[1];
-    float sum = 0;
     if (is_safe && factor == 0) memset(s, 0, count * sizeof *s);
     else
         _Pragma("omp simd") for (int64_t j = 0; j < count; j++) s[j] = exp_float(s[j] - most) * factor;
+}
+
+/* Turn the gradients of the probabilities of a row into those of its scores. */
+WIDE static void slopes_of(const float *restrict s, float *restrict d, int64_t count) {
+    float sum = 0;
     _Pragma("omp simd reduction(+ : sum)") for (int64_t j = 0; j < count; j++) sum += s[j] * d[j];
     _Pragma("omp simd") for (int64_t j = 0; j < count; j++) d[j] = s[j] * (d[j] - sum);
 }
@@ -227,19 +235,22 @@ static inline Matrix flipped(Matrix x) { return (Matrix){x.data, x.column, x.row
 static void attend(void *user, size_t task) {
     const Attention *t = user;
     char *memory = t->scratch + task * t->bytes, *scratch = memory + t->block_bytes;
-    const Matrix scores = {(float *)memory, t->line, 1};
+    Matrix scores = {(float *)memory, t->line, 1};
     for (int64_t unit = (int64_t)task; unit < t->batches * t->blocks; unit += t->tasks) {
         const int64_t batch = unit / t->blocks, first = unit % t->blocks * t->block;
         const int64_t rows = gemm_min(t->block, t->rows - first), row0 = batch * t->rows + first;
         const int64_t columns = columns_of(t, row0, rows);
         const Matrix y = rows_from(t, &t->results[0], batch, first);
+        if (t->keeps) scores.data = t->stats + row0 * t->keys;
         multiply_block(rows, columns, t->q.columns, rows_from(t, &t->q, batch, first), flipped(rows_from(t, &t->k, batch, 0)), scores, 0, scratch);
         for (int64_t i = 0; i < rows; i++) {
-            apply_steps(t, row0 + i, 0, 0, columns, scores.data + i * t->line);
-            exponentials(scores.data + i * t->line, columns, t->form->is_safe, t->stats + 2 * (row0 + i));
+            float noted[2], *stats = t->keeps ? noted : t->stats + 2 * (row0 + i), *row = scores.data + i * t->line;
+            apply_steps(t, row0 + i, 0, 0, columns, row);
+            exponentials(row, columns, t->form->is_safe, stats);
+            for (int64_t j = 0; t->keeps && j < columns; j++) row[j] *= stats[1];
         }
         multiply_block(rows, t->v.columns, columns, scores, rows_from(t, &t->v, batch, 0), y, 0, scratch);
-        for (int64_t i = 0; i < rows; i++)
+        for (int64_t i = 0; !t->keeps && i < rows; i++)
             for (int64_t j = 0; j < t->v.columns; j++) y.data[i * y.row + j] *= t->stats[2 * (row0 + i) + 1];
     }
 }
@@ -262,7 +273,8 @@ static void attend_backward(void *user, size_t task) {
     const Attention *t = user;
     const AttentionForm *form = t->form;
     char *memory = t->scratch + task * t->bytes, *scratch = memory + 2 * t->block_bytes;
-    const Matrix scores = {(float *)memory, t->line, 1}, slopes = {(float *)(memory + t->block_bytes), t->line, 1};
+    const Matrix slopes = {(float *)(memory + t->block_bytes), t->line, 1};
+    Matrix scores = {(float *)memory, t->keeps ? t->keys : t->line, 1};
     for (int64_t unit = (int64_t)task; unit < t->batches * t->parts; unit += t->tasks) {
         const int64_t batch = unit / t->parts, part = unit % t->parts;
         const Matrix k = rows_from(t, &t->k, batch, 0), v = rows_from(t, &t->v, batch, 0);
@@ -272,12 +284,16 @@ static void attend_backward(void *user, size_t task) {
             const int64_t first = block * t->block, rows = gemm_min(t->block, t->rows - first), row0 = batch * t->rows + first;
             const int64_t columns = columns_of(t, row0, rows), depth = t->q.columns, width = t->v.columns;
             const Matrix q = rows_from(t, &t->q, batch, first), dy = rows_from(t, &t->dy, batch, first);
-            multiply_block(rows, columns, depth, q, flipped(k), scores, 0, scratch);
+            if (t->keeps) scores.data = t->stats + row0 * t->keys;
+            else multiply_block(rows, columns, depth, q, flipped(k), scores, 0, scratch);
             multiply_block(rows, columns, width, dy, flipped(v), slopes, 0, scratch);
             for (int64_t i = 0; i < rows; i++) {
-                float *s = scores.data + i * t->line, *d = slopes.data + i * t->line;
-                apply_steps(t, row0 + i, 0, 0, columns, s);
-                probabilities(s, d, columns, form->is_safe, t->stats + 2 * (row0 + i));
+                float *s = scores.data + i * scores.row, *d = slopes.data + i * t->line;
+                if (!t->keeps) {
+                    apply_steps(t, row0 + i, 0, 0, columns, s);
+                    probabilities(s, columns, form->is_safe, t->stats + 2 * (row0 + i));
+                }
+                slopes_of(s, d, columns);
                 apply_steps(t, row0 + i, 1, 0, columns, d);
             }
             if (form->wanted[0]) multiply_block(rows, depth, columns, slopes, k, rows_from(t, &t->results[0], batch, first), 0, scratch);
@@ -296,6 +312,19 @@ static void add_parts(void *user, size_t batch) {
             for (int64_t i = 0; i < t->keys; i++)
                 for (int64_t j = 0; j < t->results[number].columns; j++) to.data[i * to.row + j] += from.data[i * from.row + j];
         }
+}
+
+/* Find whether blocks may end early. */
+static void find_skips(Attention *t) {
+    const AttentionForm *form = t->form;
+    float scale = 1;
+    for (int n = 0; n < form->steps; n++) {
+        if (form->step[n].kind == SCALED) scale *= fabsf(form->step[n].number) > 1 ? fabsf(form->step[n].number) : 1;
+        else t->skips = t->keys > LEAST_SKIPPED;
+    }
+    if (!t->skips) return;
+    const float products = largest_of(&t->q) * largest_of(&t->k) * (float)t->q.columns;
+    t->skips = products * scale < SMALL && largest_of(&t->v) < INFINITY;
 }
 
 /* Return the bytes of scratch memory that each product of a task can do with. */
@@ -333,28 +362,28 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
             if (form->wanted[number]) CHECK(make_result(context, index++, t, number, rows[number], columns[number]));
     } else {
         for (int i = 0; i < rank - 1; i++) notes[i] = t->q.dims[form->q[i]];
-        notes[rank - 1] = 2;
         CHECK(make_result(context, 0, t, 0, t->rows, t->v.columns));
-        CHECK(output(context, 1, &t->stats, notes, rank));
     }
     const int64_t *dims[5 + MOST_STEPS] = {t->q.dims, t->k.dims, t->v.dims, t->dy.dims, notes};
     for (int n = 0, index = has_gradient ? 5 : 3; n < form->steps; n++)
         if (form->step[n].kind != SCALED) dims[index++] = t->tensors[n].dims;
     CHECK(find_tensors(context, t, dims));
-    if (t->batches * t->rows * t->keys == 0) {
+    const int64_t scores = t->batches * t->rows * t->keys;
+    if (scores > MOST_KEPT_EARLY) find_skips(t);
+    if (!has_gradient) {
+        t->keeps = t->keys < 3 || scores <= (t->skips ? MOST_KEPT_EARLY : MOST_KEPT);
+        notes[rank - 1] = t->keeps ? t->keys : 2;
+        CHECK(output(context, 1, &t->stats, notes, rank));
+    } else t->keeps = notes[rank - 1] == t->keys;
+    t->skips = t->skips && !t->keeps;
+    if (scores == 0) {
         for (int number = 0; number < 3; number++)
             if (t->results[number].data) memset(t->results[number].data, 0, t->results[number].count * sizeof(float));
         return NULL;
     }
-    const float products = largest_of(&t->q) * largest_of(&t->k) * (float)t->q.columns;
-    float scale = 1;
-    for (int n = 0; n < form->steps; n++) {
-        if (form->step[n].kind == SCALED) scale *= fabsf(form->step[n].number) > 1 ? fabsf(form->step[n].number) : 1;
-        else t->skips = t->keys > LEAST_SKIPPED;
-    }
-    t->skips = t->skips && products * scale < SMALL && largest_of(&t->v) < INFINITY;
-    t->line = gemm_padded(t->keys);
+    t->line = t->keeps && !has_gradient ? t->keys : gemm_padded(t->keys);
     int64_t block = (has_gradient ? SCORES / 2 : SCORES) / t->keys;
+    if (t->skips && block > MOST_SEEN) block = MOST_SEEN;
     if (block < LEAST_BLOCK) block = LEAST_BLOCK;
     t->blocks = (t->rows + block - 1) / block, t->block = (t->rows + t->blocks - 1) / t->blocks;
     t->blocks = (t->rows + t->block - 1) / t->block;
