@@ -18,6 +18,7 @@ from graphopt.targets.native.lowering import KERNEL_KINDS, lower_to_kernels, pla
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 PLAIN = [kind for kind in KERNEL_KINDS if kind != "attention"]
+LAYERS = 10  # how many roundings of products a probability, and what is computed from it, may have
 LOWEST = float(np.finfo(np.float32).min)
 
 # The type of a mask, and the steps from products p to scores s.
@@ -74,7 +75,7 @@ def compare(arguments, feeds, threads=1):
     plain, native = sessions(*arguments, threads=threads)
     expected, found = plain.compute_arrays(feeds), native.compute_arrays(feeds)
     for name in expected:
-        assert_near(found[name], expected[name], name, layers=3)
+        assert_near(found[name], expected[name], name, layers=LAYERS)
     return found
 
 
@@ -131,7 +132,7 @@ def test_attention_is_that_of_pytorch(kind):
         found = compare(MASKS[kind][::-1], feeds | masks)
         scale = {"added first": 0.5}.get(kind, 0.25)
         for name, expected in of_torch(feeds, scale, added).items():
-            assert_near(found[name], expected.astype(np.float32), name, layers=3)
+            assert_near(found[name], expected.astype(np.float32), name, layers=LAYERS)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -142,7 +143,7 @@ def test_what_a_causal_mask_hides_is_left_out(rows, low, threads):
     feeds["mask"] = np.where(sees, 0, low).astype(np.float32)[None, None]
     found = compare(MASKS["added"][::-1], feeds, threads)
     for name, expected in of_torch(feeds, 0.25, np.where(sees, 0, -np.inf)).items():
-        assert_near(found[name], expected.astype(np.float32), name, layers=3)
+        assert_near(found[name], expected.astype(np.float32), name, layers=LAYERS)
 
 
 @pytest.mark.parametrize("low", [LOWEST, -1e30])
@@ -194,7 +195,7 @@ def test_heads_that_share_keys():
     expected = Session(device, graph).compute_arrays(feeds)
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
     for name in expected:
-        assert_near(found[name], expected[name], name, layers=3)
+        assert_near(found[name], expected[name], name, layers=LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -226,4 +227,4 @@ def test_keys_may_come_transposed():
     expected = Session(device, graph).compute_arrays(feeds)
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
     for name in expected:
-        assert_near(found[name], expected[name], name, layers=3)
+        assert_near(found[name], expected[name], name, layers=LAYERS)

@@ -18,7 +18,7 @@ from onnx import TensorProto
 from precisions import FORMS, assert_near, compute_in
 from random_convolutions import convolutions, open_convolutions
 from sanitizer import APART, run_sanitized, sanitize
-from test_native_attention import MASKS, feeds_of, graph_of, masks_of
+from test_native_attention import LAYERS, MASKS, feeds_of, graph_of, masks_of
 from test_native_products import graph_from
 from test_native_weights import LAYOUTS, products, quantized
 
@@ -117,14 +117,14 @@ def test_products_in_guarded_memory(precision, number):
 # --- Under sanitizers, which see what kernels allocate themselves ---
 
 
-def compare(graph, feeds, precision):
+def compare(graph, feeds, precision, layers=1):
     for threads in 1, 2:
         plain, native = opened(graph, threads, precision, APART)
         for each in feeds:
             found = native.compute_arrays(each)
             empty = any(0 in array.shape for array in each.values())
             for name, expected in {} if empty else plain.compute_arrays(each).items():
-                assert_near(found[name], expected, name, precision=precision)
+                assert_near(found[name], expected, name, precision=precision, layers=layers)
 
 
 def check_convolutions(precision, count):
@@ -243,7 +243,7 @@ def check_attention(precision, count):
                 batch, heads, rows, keys = 2, 3, 300, 300
             masks, _ = masks_of(kind, batch, heads, rows, keys, seed)
             batches.append(feeds_of(batch, heads, rows, keys, depth, width, seed) | masks)
-        compare(graph_of(*MASKS[kind][::-1]), batches, precision)
+        compare(graph_of(*MASKS[kind][::-1]), batches, precision, LAYERS)
 
 
 CHECKS = {
