@@ -92,7 +92,7 @@ MUTANTS = [
         "<= MASKED)) end = j - 1;",
     ),
     *of(  # parts of the gradient of keys
-        *("attention.h", ("highest",), "attention", "that_of_pytorch"),
+        *("attention.h", ("highest",), "attention", "causal_mask"),
         "part < t->parts; part++)",
         "part + 1 < t->parts; part++)",
     ),
