@@ -81,6 +81,21 @@ MUTANTS = [
         "do { /* once",
         "if (u->channels) do { /* once",
     ),
+    *of(  # rows that see nothing
+        *("attention.h", ("highest",), "attention", "see_nothing"),
+        "if (!sees) return t->keys;",
+        "",
+    ),
+    *of(  # columns that some rows of a block see
+        *("attention.h", ("highest",), "attention", "causal_mask"),
+        "<= MASKED)) end = j;",
+        "<= MASKED)) end = j - 1;",
+    ),
+    *of(  # parts of the gradient of keys
+        *("attention.h", ("highest",), "attention", "causal_mask"),
+        "part < t->parts; part++)",
+        "part + 1 < t->parts; part++)",
+    ),
     *of(  # the algorithm of least time
         *("choice.h", ("medium",), "convolutions", "rates_of_a_machine"),
         "if (!best || seconds < least)",

@@ -18,6 +18,7 @@ from onnx import TensorProto
 from precisions import FORMS, assert_near, compute_in
 from random_convolutions import convolutions, open_convolutions
 from sanitizer import APART, run_sanitized, sanitize
+from test_native_attention import LAYERS, MASKS, feeds_of, graph_of, masks_of
 from test_native_products import graph_from
 from test_native_weights import LAYOUTS, products, quantized
 
@@ -116,14 +117,14 @@ def test_products_in_guarded_memory(precision, number):
 # --- Under sanitizers, which see what kernels allocate themselves ---
 
 
-def compare(graph, feeds, precision):
+def compare(graph, feeds, precision, layers=1):
     for threads in 1, 2:
         plain, native = opened(graph, threads, precision, APART)
         for each in feeds:
             found = native.compute_arrays(each)
             empty = any(0 in array.shape for array in each.values())
             for name, expected in {} if empty else plain.compute_arrays(each).items():
-                assert_near(found[name], expected, name, precision=precision)
+                assert_near(found[name], expected, name, precision=precision, layers=layers)
 
 
 def check_convolutions(precision, count):
@@ -230,7 +231,23 @@ def check_open_pools(precision, count):
         compare(load(onnx.shape_inference.infer_shapes(proto)), batches, precision)
 
 
+def check_attention(precision, count):
+    """Check attention and its gradient in random sizes, with masks and without."""
+    rng = np.random.default_rng(7)
+    for kind in MASKS:
+        batches = []
+        for seed in range(count):
+            batch, heads = rng.integers(1, 4, 2)
+            rows, keys, depth, width = rng.integers(1, [*rng.choice([4, 70, 300], 2), 90, 90])
+            if seed == 0 and kind in ("added", "kept"):  # so many probabilities are not kept
+                batch, heads, rows, keys = 2, 3, 300, 300
+            masks, _ = masks_of(kind, batch, heads, rows, keys, seed)
+            batches.append(feeds_of(batch, heads, rows, keys, depth, width, seed) | masks)
+        compare(graph_of(*MASKS[kind][::-1]), batches, precision, LAYERS)
+
+
 CHECKS = {
+    "attention": check_attention,
     "convolutions": check_convolutions,
     "products": check_products,
     "weights": check_weights,
@@ -255,7 +272,7 @@ def under_sanitizers(kind, precision, count, cache):
     ("kind", "count"),
     [
         *(("convolutions", 40), ("products", 2), ("weights", 4)),
-        *(("open convolutions", 8), ("open products", 5), ("open pools", 2)),
+        *(("open convolutions", 8), ("open products", 5), ("open pools", 2), ("attention", 2)),
     ],
 )
 def test_a_sample_under_sanitizers(kind, count, precision, cache):
@@ -267,7 +284,7 @@ def test_a_sample_under_sanitizers(kind, count, precision, cache):
     ("kind", "count"),
     [
         *(("convolutions", 150), ("products", len(LARGE)), ("weights", 28)),
-        *(("open convolutions", 200), ("open products", 60), ("open pools", 20)),
+        *(("open convolutions", 200), ("open products", 60), ("open pools", 20), ("attention", 30)),
     ],
 )
 def test_kernels_under_sanitizers(kind, count, precision, cache):

@@ -37,6 +37,7 @@ from graphopt.runtime.system_memory import NoRoom, check_room, give_back, taken
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
 
 COMPARED_STEPS = 2  # of a call of several
+COMPARED_TOKENS = 256  # where weights are large: kernels compute them as they compute more
 NOISY_STEPS = 8  # to see how much of a difference is rounding
 MOST_ROUNDINGS = 1000  # by which numbers of float32 may differ
 MOST_NARROW_ROUNDINGS = 30  # and those of 16 bits, or of products of lower precision
@@ -151,7 +152,8 @@ class Translation:
         if self._several:
             feeds = {name: x[:COMPARED_STEPS] for name, x in feeds.items()}
         data, state = self._signature.arrays(feeds), _arrays(self._buffers.sets[source])
-        if form.session.frozen == "low" and not self._several and (few := some_tokens(form.model, data)):
+        few = some_tokens(form.model, data, COMPARED_TOKENS) if form.session.frozen == "low" else None
+        if few is not None and not self._several:
             feeds = data = few
         before = taken()
         results = self._run(form, source, feeds, state)

@@ -12,7 +12,10 @@ MOST_AXES = 4  # of the operands of a matrix product
 FEW_FILTERS = 5  # of a group of a convolution: fewer fill too little of a vector
 
 _CALLS, _CLUSTERS = "calls.h", "functions.h"  # the headers of products and convolutions, and of clusters
-_CONVOLUTION, _PRODUCT = "convolution", "product"  # headers that define these functions, the first one both
+_ATTENTION, _CONVOLUTION = (
+    "attention",
+    "convolution",
+)  # headers that define these functions, each also products
 _FEW = 4  # kernels, which take a compiler as long as it takes to start
 _LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
 
@@ -130,20 +133,19 @@ def objects(kernels: Sequence[Kernel], most: int) -> list[str]:
 def parts(kernels: Sequence[Kernel]) -> list[str]:
     """Return the C sources that are linked with a library, which are the same for all models."""
     called = [kernel.code for kernel in kernels if kernel.header == _CALLS]
-    if any(f"{_CONVOLUTION.capitalize()}Form" in code for code in called):
-        return [_part(_CONVOLUTION)]
-    return [_part(_PRODUCT)] if called else []
+    convolves = any(f"{_CONVOLUTION.capitalize()}Form" in code for code in called)
+    return [_part(convolves=convolves)] if called else []
 
 
 def parts_for(operators: Collection[str]) -> list[str]:
     """Return what `parts` probably returns for the kernels of a graph with these operators."""
-    if not {"Conv", "ConvTranspose"}.isdisjoint(operators):
-        return [_part(_CONVOLUTION)]
-    return [] if {"Gemm", "MatMul"}.isdisjoint(operators) else [_part(_PRODUCT)]
+    convolves = not {"Conv", "ConvTranspose"}.isdisjoint(operators)
+    return [_part(convolves=convolves)] if convolves or not {"Gemm", "MatMul"}.isdisjoint(operators) else []
 
 
-def _part(header: str) -> str:
-    return f'{_LIMITS}#include "{header}.h"\n'
+def _part(*, convolves: bool) -> str:
+    headers = [_ATTENTION, *[_CONVOLUTION] * convolves]
+    return _LIMITS + "".join(f'#include "{header}.h"\n' for header in headers)
 
 
 def _unique(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -22,6 +22,7 @@ from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
 from graphopt.targets.blocks import gather_blocks
+from graphopt.targets.native.attention import attention_kernels
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
@@ -47,7 +48,7 @@ from graphopt.targets.native.toolchain import (
 )
 from graphopt.targets.updates import fold_updates
 
-KERNEL_KINDS = ("kernels", "products", "convolutions", "pools", "scans")
+KERNEL_KINDS = ("kernels", "products", "convolutions", "pools", "scans", "attention")
 _BY_NODE = (
     ("pools", pool_gradient_kernel),  # which has pools inside
     ("pools", pool_kernel),
@@ -242,6 +243,12 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     for body in loops:
         note_rows(body, forms)
     for graph in [*model.graphs()]:
+        if "attention" in lowerings:
+            for node in list(graph):
+                for lowered in attention_kernels(node, forms) if node.graph is graph else ():
+                    _replace(result, "attention", graph, *lowered)
+            remove_unused_nodes(graph)
+            graph.sort()
         for kind, kernel_of in _BY_NODE:
             if kind in lowerings:
                 _lower_nodes(result, kind, graph, functools.partial(kernel_of, forms=forms))
@@ -275,8 +282,8 @@ class Kernels(Pass):
     """Put calls of kernels in place of nodes. Only an executor can run them, which compiles them, too.
 
     Args:
-        leave_out: the lowerings to leave out: `convolutions`, `products`, `pools`, `kernels` (of other operators) or
-            `scans`.
+        leave_out: the lowerings to leave out: `attention`, `convolutions`, `products`, `pools`, `kernels` (of other
+            operators) or `scans`.
 
     Raises:
         GraphoptError: `leave_out` contains an unknown name.

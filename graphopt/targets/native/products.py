@@ -43,10 +43,10 @@ def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
         nodes.append(then)
         axes_y = perm
     if is_transposed:  # columns of C lie together if it is C^T = B^T A^T
-        a, axes_a, b, axes_b = b, _transposed(axes_b), a, _transposed(axes_a)
-        axes_y = [_transposed(list(range(rank)))[axis] for axis in axes_y]
-    a, axes_a = _before_transposes(a, axes_a)
-    b, axes_b = _before_transposes(b, axes_b)
+        a, axes_a, b, axes_b = b, transposed(axes_b), a, transposed(axes_a)
+        axes_y = [transposed(list(range(rank)))[axis] for axis in axes_y]
+    a, axes_a = before_transposes(a, axes_a)
+    b, axes_b = before_transposes(b, axes_b)
     a, b = _before_cast(a), _before_cast(b)
     rank_bias = -1 if bias is None else rank_of(bias)
     narrow = [int(x.dtype == ir.DataType.BFLOAT16) for x in (a, b, y)]
@@ -140,12 +140,12 @@ def _is_vector(x: ir.Value) -> bool:
     return x.shape is not None and all(size == 1 for size in x.shape[:-1])
 
 
-def _transposed(axes: list[int]) -> list[int]:
+def transposed(axes: list[int]) -> list[int]:
     """Return axes with rows and columns exchanged."""
     return [*axes[:-2], axes[-1], axes[-2]]
 
 
-def _before_transposes(x: ir.Value, axes: list[int]) -> tuple[ir.Value, list[int]]:
+def before_transposes(x: ir.Value, axes: list[int]) -> tuple[ir.Value, list[int]]:
     """Return what an operand was before as many transposes as leave rows or columns together there, and its axes."""
     stored = [(z, [own[i] for i in axes]) for z, own, _ in stored_before(x) if rank_of(z) == len(axes)]
     return [(z, own) for z, own in stored if len(axes) - 1 in own[-2:]][-1]

@@ -30,6 +30,28 @@ typedef struct {
     int transposed, biased, relu;
 } ConvolutionForm;
 
+/* What a step does to the scores of attention: multiply them by a number, add a tensor, or keep or drop those where a
+ * tensor of truth values says, in whose place it puts the number. */
+enum { SCALED, ADDED, KEPT, DROPPED, MOST_STEPS = 4 };
+
+/* A step with the ranks of its tensor and of the scores as it sees them. Their sizes are numbers, or -1 - (i MOST_AXES + j)
+ * for the size of axis j of input i. */
+typedef struct {
+    int kind, rank, view;
+    float number;
+    int64_t sizes[MOST_AXES];
+} ScoreStep;
+
+/* The axes of operands, all of one rank, and of results may be stored in another order, as those of products. */
+typedef struct {
+    int rank;
+    unsigned char q[MOST_AXES], k[MOST_AXES], v[MOST_AXES], dy[MOST_AXES], results[3][MOST_AXES];
+    int is_gradient, wanted[3]; /* whether it computes gradients, and of which of q, k and v */
+    int is_safe;                /* rows of NaN become 0 */
+    int steps;
+    ScoreStep step[MOST_STEPS];
+} AttentionForm;
+
 /* How fast a processor is: seconds of a thread. */
 typedef struct {
     double copy;                /* of a number that is copied */
@@ -43,4 +65,5 @@ typedef struct {
  * those that were measured on this machine, or, if that is NULL, those of rates.h. */
 void begin_products(const OrtApi *functions, int64_t threads, int pieces, const Rates *measured);
 OrtStatus *product(Context *context, const ProductForm *form);
+OrtStatus *attention(Context *context, const AttentionForm *form);
 OrtStatus *convolution(Context *context, const ConvolutionForm *form);

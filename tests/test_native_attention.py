@@ -1,0 +1,230 @@
+"""Attention in kernels that keep no probabilities: PyTorch's results and gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from builders import model
+from precisions import assert_near
+
+import graphopt
+from graphopt.graph.loading import load
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
+from graphopt.targets.native import toolchain
+from graphopt.targets.native.lowering import KERNEL_KINDS, lower_to_kernels, plan
+
+pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+PLAIN = [kind for kind in KERNEL_KINDS if kind != "attention"]
+LAYERS = 10  # how many roundings of products a probability, and what is computed from it, may have
+LOWEST = float(np.finfo(np.float32).min)
+
+# The type of a mask, and the steps from products p to scores s.
+MASKS = {
+    "none": ("", "s = Mul(p, scale)"),
+    "added": ("float[B,1,M,N] mask", "t = Mul(scale, p) s = Add(t, mask)"),
+    "added first": ("float[M,N] mask", "t = Add(mask, p) s = Div(t, divisor)"),
+    "a row": ("float[B,1,1,N] mask", "t = Mul(p, scale) s = Add(t, mask)"),
+    "a column": ("float[H,M,1] mask", "t = Mul(p, scale) s = Add(t, mask)"),
+    "kept": ("bool[B,1,M,N] mask", "t = Mul(p, scale) s = Where(mask, t, lowest)"),
+    "dropped": ("bool[M,N] mask", "t = Where(mask, lowest, p) s = Mul(t, scale)"),
+    "kept and added": (
+        "bool[B,1,1,N] keep, float[M,N] mask",
+        "t = Mul(p, scale) u = Where(keep, t, lowest) s = Add(u, mask)",
+    ),
+}
+SAFE = "o = Softmax(s) n = IsNaN(o) a = Where(n, zero, o) y = MatMul(a, v)"
+
+
+def graph_of(
+    steps,
+    masks="",
+    after="a = Softmax(s) y = MatMul(a, v)",
+    before="t0 = Transpose<perm=[0,1,3,2]>(k) p = MatMul(q, t0)",
+):
+    masks = f", {masks}" if masks else ""
+    text = f"""g (float[B,H,M,D] q, float[B,H,N,D] k, float[B,H,N,E] v{masks}) => (float[B,H,M,E] y)
+    <float scale = {{0.25}}, float divisor = {{2.0}}, float lowest = {{{LOWEST!r}}}, float zero = {{0.0}}>
+    {{ {before} {steps} {after} }}"""
+    return load(graphopt.grad(model(text), ["q", "k", "v"], seeded=True))
+
+
+@functools.cache
+def sessions(*arguments, threads=1):
+    """Return sessions of a graph as it is, and with kernels of attention."""
+    graph = graph_of(*arguments)
+    assert plan(graph, PLAIN).counts["attention"] == 2
+    lowered = lower_to_kernels(graph, PLAIN, threads)
+    device = Device("cpu", threads=threads, native=False)
+    return Session(device, graph), Session(device, lowered.model, library=lowered.library)
+
+
+def numbers(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def feeds_of(batch, heads, rows, keys, depth, width, seed=0):
+    shapes = {"q": (rows, depth), "k": (keys, depth), "v": (keys, width), "y.seed": (rows, width)}
+    return numbers({name: (batch, heads, *shape) for name, shape in shapes.items()}, seed)
+
+
+def compare(arguments, feeds, threads=1):
+    plain, native = sessions(*arguments, threads=threads)
+    expected, found = plain.compute_arrays(feeds), native.compute_arrays(feeds)
+    for name in expected:
+        assert_near(found[name], expected[name], name, layers=LAYERS)
+    return found
+
+
+def masks_of(kind, batch, heads, rows, keys, seed=0):
+    """Return masks of a kind, and what PyTorch adds for them."""
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "added": (batch, 1, rows, keys),
+        "a row": (batch, 1, 1, keys),
+        "a column": (heads, rows, 1),
+        "added first": (rows, keys),
+    }
+    sees = rng.random((batch, 1, rows, keys)) < 0.6
+    sees[..., 0] = True
+    if kind == "none":
+        return {}, 0
+    if kind in shapes:
+        mask = rng.standard_normal(shapes[kind]).astype(np.float32)
+        return {"mask": mask}, mask / 2 if kind == "added first" else mask
+    if kind == "kept":
+        return {"mask": sees}, np.where(sees, 0, -np.inf)
+    if kind == "dropped":
+        return {"mask": ~sees[0, 0]}, np.where(sees[0, 0], 0, -np.inf)
+    mask = rng.standard_normal((rows, keys)).astype(np.float32)
+    return {"keep": sees[:, :, :1], "mask": mask}, np.where(sees[:, :, :1], mask, -np.inf)
+
+
+def of_torch(feeds, scale, mask):
+    """Return PyTorch's result and gradients."""
+    import torch  # not at the top: sanitizers read this file
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v = (torch.tensor(feeds[name], dtype=torch.float64, requires_grad=True) for name in "qkv")
+    mask = torch.tensor(np.asarray(mask, np.float64))
+    y = scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(*q.shape[:-1], k.shape[-2]), scale=scale)
+    y.backward(torch.tensor(feeds["y.seed"], dtype=torch.float64))
+    found = {"y": y, "y.grad.q": q.grad, "y.grad.k": k.grad, "y.grad.v": v.grad}
+    return {name: x.detach().numpy() for name, x in found.items()}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_attention_is_that_of_pytorch(kind):
+    sizes = [
+        (1, 1, 1, 1, 16, 16),
+        (2, 3, 7, 9, 64, 16),
+        (1, 2, 129, 300, 80, 80),
+        (17, 1, 40, 40, 128, 64),
+        (1, 1, 300, 129, 16, 128),
+        (8, 7, 300, 270, 16, 16),  # whose probabilities are not kept
+    ]
+    for batch, heads, rows, keys, depth, width in sizes:
+        feeds = feeds_of(batch, heads, rows, keys, depth, width)
+        masks, added = masks_of(kind, batch, heads, rows, keys)
+        found = compare(MASKS[kind][::-1], feeds | masks)
+        scale = {"added first": 0.5}.get(kind, 0.25)
+        for name, expected in of_torch(feeds, scale, added).items():
+            assert_near(found[name], expected.astype(np.float32), name, layers=LAYERS)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("low", [LOWEST, -1e9, -np.inf])
+@pytest.mark.parametrize("rows", [129, 300])
+def test_what_a_causal_mask_hides_is_left_out(rows, low, threads):
+    feeds, sees = feeds_of(1, 7, rows, rows, 16, 16), np.tri(rows, dtype=bool)
+    feeds["mask"] = np.where(sees, 0, low).astype(np.float32)[None, None]
+    found = compare(MASKS["added"][::-1], feeds, threads)
+    for name, expected in of_torch(feeds, 0.25, np.where(sees, 0, -np.inf)).items():
+        assert_near(found[name], expected.astype(np.float32), name, layers=LAYERS)
+
+
+@pytest.mark.parametrize("low", [LOWEST, -1e30])
+def test_rows_that_see_nothing_and_large_products_hide_nothing(low):
+    feeds = feeds_of(1, 24, 150, 150, 16, 16)
+    feeds["mask"] = np.where(np.tri(150, dtype=bool), 0, low).astype(np.float32)[None, None]
+    feeds["mask"][..., 10:90, :] = low
+    compare(MASKS["added"][::-1], feeds)
+    feeds["mask"] = np.where(np.tri(150, dtype=bool), 0, -1e30).astype(np.float32)[None, None]
+    feeds["q"][:], feeds["k"][:] = 1e15, 1e16
+    feeds["k"][..., 140, :] = 2e16  # whose score is the largest, masked or not
+    compare(MASKS["added"][::-1], feeds)
+    feeds = feeds_of(1, 24, 150, 150, 16, 16) | {"mask": np.tri(150, dtype=bool)[None, None]}
+    feeds["mask"][..., 10:90, :] = False
+    compare(MASKS["kept"][::-1], feeds)
+
+
+def test_rows_of_nan_are_those_of_the_model():
+    feeds = feeds_of(1, 33, 129, 129, 16, 16)
+    feeds["mask"] = np.where(np.tri(129, dtype=bool), 0, -np.inf).astype(np.float32)[None, None]
+    feeds["mask"][..., 30, :] = -np.inf
+    safe = compare((*MASKS["added"][::-1], SAFE), feeds)
+    assert not any(np.isnan(x).any() for x in safe.values()) and not safe["y"][..., 30, :].any()
+    _, native = sessions(*MASKS["added"][::-1])
+    assert np.isnan(native.compute_arrays(feeds)["y"][..., 30, :]).all()
+
+
+def test_heads_that_share_keys():
+    """Groups of query heads become rows of one product; the mask is that of heads."""
+    text = """g (float[1,6,60,16] q, float[1,2,129,16] k, float[1,2,129,8] v,
+    float[1,1,60,129] mask) => (float[1,6,60,8] y)
+    <float scale = {0.25}, int64[4] groups = {1, 2, -1, 16}, int64[4] scores = {1, 6, 60, 129},
+    int64[4] flat = {1, 2, -1, 129}, int64[4] last = {1, 6, 60, 8}> {
+        r = Reshape(q, groups) t = Transpose<perm=[0,1,3,2]>(k) p = MatMul(r, t) w = Mul(p, scale)
+        h = Reshape(w, scores) s = Add(h, mask) a = Softmax(s) f = Reshape(a, flat)
+        o = MatMul(f, v) y = Reshape(o, last) }"""
+    graph = load(graphopt.grad(model(text), ["q", "k", "v"], seeded=True))
+    assert plan(graph, PLAIN).counts["attention"] == 2
+    shapes = {
+        "q": (1, 6, 60, 16),
+        "k": (1, 2, 129, 16),
+        "v": (1, 2, 129, 8),
+        "mask": (1, 1, 60, 129),
+        "y.seed": (1, 6, 60, 8),
+    }
+    feeds = numbers(shapes)
+    lowered = lower_to_kernels(graph, PLAIN, 1)
+    device = Device("cpu", threads=1, native=False)
+    expected = Session(device, graph).compute_arrays(feeds)
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    for name in expected:
+        assert_near(found[name], expected[name], name, layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s = Mul(p, p)",  # no number
+        "s = Softmax(p)",
+        "s = Add(p, p)",
+    ],
+)
+def test_other_scores_stay(text):
+    assert plan(graph_of(text), PLAIN).counts["attention"] == 0
+
+
+@pytest.mark.parametrize(
+    "after", ["a = Softmax(s) b = Mul(a, scale) y = MatMul(b, v)", "a = Softmax<axis=2>(s) y = MatMul(a, v)"]
+)
+def test_other_probabilities_stay(after):
+    assert plan(graph_of("s = Mul(p, scale)", "", after), PLAIN).counts["attention"] == 0
+
+
+def test_keys_may_come_transposed():
+    text = """g (float[3,40,16] q, float[3,16,70] k, float[3,70,8] v) => (float[3,40,8] y) {
+        s = MatMul(q, k) a = Softmax(s) y = MatMul(a, v) }"""
+    graph = load(graphopt.grad(model(text), ["q", "k", "v"], seeded=True))
+    lowered = lower_to_kernels(graph, PLAIN, 1)
+    device = Device("cpu", threads=1, native=False)
+    feeds = numbers({"q": (3, 40, 16), "k": (3, 16, 70), "v": (3, 70, 8), "y.seed": (3, 40, 8)})
+    expected = Session(device, graph).compute_arrays(feeds)
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    for name in expected:
+        assert_near(found[name], expected[name], name, layers=LAYERS)
