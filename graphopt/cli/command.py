@@ -54,7 +54,9 @@ from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.metadata import DECODER, Architecture
+from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
+from graphopt.graph.values import is_floating
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.inspection.sensitivity import sensitivity
@@ -481,15 +483,17 @@ def _export_run(recipe: Recipe, folder: Path) -> None:
     console = open_console(quiet=recipe.fields["quiet"])
     tell_record(console, recipe.command_line)
     say(console, "model", str(trained.checkpoint or trained.model))
+    executor = trained.executor()
     save_folder(
-        trained.executor(),
+        executor,
         target := trained.folder / form,
         base=base,
         form=form,
         base_name=recipe.fields["base_name"],
     )
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-    if form != "gguf" and not {*files} & {*OF_TOKENIZER}:
+    reads_tokens = not any(is_floating(x) for x in with_role(executor.model, Role.DATA))
+    if form != "gguf" and reads_tokens and not {*files} & {*OF_TOKENIZER}:
         say(console, "tokenizer", f"none beside {base}: put the model's into {target}")
     say(console, "written", f"{target}: {', '.join(files)}")
 
