@@ -129,7 +129,7 @@ def test_only_calls_of_the_plan_are_kernels():
 LOCAL = re.compile(
     r"(in|out|sum|length|n|d|i|u|v|t_|[prsx]_v|[qy]_out)\d+"
     r"|((types|args|body|task|compute|block|steps|results|ranks|sizes|dims|reversed|inputs|outputs)_)?"
-    r"[kpcsu][0-9a-f]{16}(_[0-9a-f]{16})?(_\d+)?"
+    r"[akpcsu][0-9a-f]{16}(_[0-9a-f]{16})?(_\d+)?"
 )
 NUMBER = re.compile(r"0x[01]\.[0-9a-f]+p[+-]\d+f?|\d+(\.\d+)?(LL)?")
 TOKEN = re.compile(r"0x[0-9a-f.]+p[+-]\d+\w*|\d[\w.]*|[A-Za-z_]\w*")
@@ -140,7 +140,10 @@ def vocabulary():
     folder = Path(toolchain.__file__).parent
     files = [*toolchain.FOLDER.glob("*.h"), operators.__file__]
     files += [folder / f"{name}.py" for name in ("kernels", "loops", "lanes", "library", "numbers")]
-    files += [folder / f"{name}.py" for name in ("products", "convolutions", "pools", "scans", "new_state")]
+    files += [
+        folder / f"{name}.py"
+        for name in ("attention", "products", "convolutions", "pools", "scans", "new_state")
+    ]
     texts = [*(Path(path).read_text() for path in files), *operators.OF_FLOATING.values()]
     return {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
 

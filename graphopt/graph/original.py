@@ -130,10 +130,9 @@ def _alike(
 
 
 def _is_packed(old: onnx.TensorProto, new: onnx.TensorProto) -> bool:
-    """Return whether a tensor has the bytes of another in another shape or type, as the weight of a MatMulNBits."""
-    types = {old.data_type, new.data_type}
+    """Return whether integers of a file have the bits of others in another shape, as the weight of a MatMulNBits."""
     bits = [ir.DataType(x.data_type).bitwidth * math.prod(x.dims) for x in (old, new)]
-    return (len(types) == 1 or types <= _PACKED) and bits[0] == bits[1]
+    return {old.data_type, new.data_type} <= _PACKED and bits[0] == bits[1]
 
 
 def _replace(

@@ -99,7 +99,9 @@ def _scores(y: ir.Value, most: int) -> tuple[ir.Node, list[_Step], list[ir.Node]
 
 def _steps(node: ir.Node) -> Iterator[tuple[ir.Value, list[_Step]]]:
     """Yield what a node may have as scores, and what it does to them."""
-    y, inputs = node.outputs[0], [given(x) for x in node.inputs]
+    y, inputs = node.outputs[0], [x for x in node.inputs if x is not None]
+    if len(inputs) < len(node.inputs):
+        return
     if _is_view(node):
         yield inputs[0], []
     elif node.op_type in ("Mul", "Div"):
