@@ -52,7 +52,9 @@ def gather_blocks(model: ir.Model) -> bool:
         for node in list(model.graph):
             for y, parts in _parts(node, known):
                 known[y] = parts
-                if y.is_graph_output() or InferenceForm.is_on(y) or not y.uses():
+                # Others, such as YieldOp, may not read an input of the graph.
+                uses = [use for use in y.uses() if not use.node.domain]
+                if y.is_graph_output() or InferenceForm.is_on(y) or not uses:
                     continue
                 key = parts, _shape(y)
                 new = found.get(key)
@@ -60,7 +62,7 @@ def gather_blocks(model: ir.Model) -> bool:
                     found[key] = new
                     known[new] = parts
                 if new is not None:
-                    redirect(y.uses(), new)
+                    redirect(uses, new)
                     changed = True
     if changed:
         model.graph.sort()
