@@ -20,7 +20,9 @@ from graphopt.graph.channels import remove_channels
 from graphopt.graph.loading import read_original
 from graphopt.graph.merging import adapted
 from graphopt.graph.model_folders import CONFIG, GENAI_CONFIG, config_in, model_in, place_of
+from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
+from graphopt.graph.values import dims_of
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.saved_adapter import peft_adapter, save_adapter
 
@@ -122,15 +124,23 @@ def _save_model(
     if adapters == "slots":
         save_adapter(executor, folder / ADAPTER_FILE)
     _copy((*OF_TOKENIZER, *BESIDE, *_CONFIGS), place, folder)
-    if executor.labels is not None and (config := folder / CONFIG).is_file():
-        names = {
-            "id2label": dict(enumerate(executor.labels)),
-            "label2id": {x: i for i, x in enumerate(executor.labels)},
-        }
-        config.write_text(json.dumps({**config_in(config), **names}, indent=2) + "\n")
+    _write_labels(executor, folder / CONFIG)
     for name in _graphs_of(place / GENAI_CONFIG):
         if name != base.name:
             read_original(place / name).save(folder / name)
+
+
+def _write_labels(executor: ExecutorState, config: Path) -> None:
+    """Write the names of the classes into config.json, or remove those of another number of outputs."""
+    labels, fields = executor.labels, config_in(config) if config.is_file() else {}
+    widths = {dims_of(y)[-1] for y in with_role(executor.model, Role.PREDICTION) if y.shape}
+    known = fields.get("id2label")
+    if labels is not None:
+        fields |= {"id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+    elif isinstance(known, dict) and len(known) not in widths:
+        fields = {name: x for name, x in fields.items() if name not in ("id2label", "label2id")}
+    if fields:
+        config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _copy(names: Iterable[str], place: Path, folder: Path) -> None:

@@ -37,7 +37,9 @@ from graphopt.runtime.system_memory import NoRoom, check_room, give_back, taken
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
 
 COMPARED_STEPS = 2  # of a call of several
-COMPARED_TOKENS = 256  # where weights are large: kernels compute them as they compute more
+COMPARED_TOKENS = (
+    256  # where weights are large; attention of more tokens may keep no probabilities (attention.h)
+)
 NOISY_STEPS = 8  # to see how much of a difference is rounding
 MOST_ROUNDINGS = 1000  # by which numbers of float32 may differ
 MOST_NARROW_ROUNDINGS = 30  # and those of 16 bits, or of products of lower precision

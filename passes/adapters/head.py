@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.metadata import ADAPTER, Kind, Origin
+from graphopt.graph.metadata import ADAPTER, LABELS, Kind, Origin, labels_in
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
@@ -73,6 +73,8 @@ class Head(Pass):
                 "graphopt.adapt count those of the data"
             )
         ensure_typed(model)
+        if len(labels_in(model) or ()) != self.classes:
+            model.metadata_props.pop(LABELS.key, None)  # the names of other outputs
         target = self._target(model, self._output(model))
         inputs, generator = target.sizes[0], np.random.default_rng(self.seed)
         is_keras = (model.producer_name or "").startswith("tf2onnx")

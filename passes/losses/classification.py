@@ -487,15 +487,14 @@ def _logits(
 
 def _activation_of(x: ir.Value | None) -> str | None:
     """Return the Sigmoid or Softmax of whose shares a value consists, or None; scikit-learn puts 1 - p beside p."""
-    node = None if x is None else x.producer()
-    if node is None or node.domain != "":
-        return None
-    first, last = node.inputs[0], node.inputs[-1]
-    if node.op_type in ("Sigmoid", "Softmax"):
-        return node.op_type
-    if node.op_type == "Concat":
-        return _activation_of(first) and _activation_of(last)
-    return _activation_of(last) if node.op_type == "Sub" and constant_number(first) == 1 else None
+    while x is not None and (node := x.producer()) is not None and node.domain == "":
+        if node.op_type in ("Sigmoid", "Softmax"):
+            return node.op_type
+        is_share = node.op_type == "Concat" or (
+            node.op_type == "Sub" and constant_number(node.inputs[0]) == 1
+        )
+        x = node.inputs[-1] if is_share else None
+    return None
 
 
 def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:

@@ -91,14 +91,7 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     """
     output = _output(passes.Normalize()(model.clone()).model, proposed.said.get("adapter.output"))
     size = dims_of(output)[-1] if output is not None and output.shape else None
-    operator = "" if output is None or (node := output.producer()) is None else node.op_type
-    if operator == "Sigmoid":
-        raise GraphoptError(
-            "tune: expected logits or probabilities of classes, found a Sigmoid, of labels that do not exclude "
-            "each other: train the model by a recipe with loss=binary_cross_entropy"
-        )
-    if operator == "Softmax":
-        proposed.fields["loss.from_logits"] = "false"
+    operator = propose_logits(proposed, output)
     if isinstance(size, int) and len(names) != size:
         names = []  # of other outputs
     is_kept, is_grown = {*labels} <= {*names}, bool(names) and {*names} < {*labels}
@@ -116,6 +109,23 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
         loss=passes.CrossEntropy(output=proposed.said.get("loss.output"), from_logits=operator != "Softmax"),
         optimizer=passes.SGD(0.1),
     )
+
+
+def propose_logits(proposed: Proposal, output: ir.Value | None) -> str:
+    """Propose probabilities in place of logits behind a Softmax; return the operator that computes an output.
+
+    Raises:
+        GraphoptError: the model predicts each label by itself, so that its outputs are no classes.
+    """
+    operator = "" if output is None or (node := output.producer()) is None else node.op_type
+    if operator == "Sigmoid":
+        raise GraphoptError(
+            "tune: expected logits or probabilities of classes, found a Sigmoid, of labels that do not exclude "
+            "each other: train the model by a recipe with loss=binary_cross_entropy"
+        )
+    if operator == "Softmax":
+        proposed.fields["loss.from_logits"] = "false"
+    return operator
 
 
 def frozen_part(pipeline: Pipeline, model: ir.Model) -> tuple[ir.Model, set[object]]:

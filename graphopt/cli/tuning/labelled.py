@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.cli.tuning.classes import describe, head_of
+from graphopt.cli.tuning.classes import describe, head_of, propose_logits
 from graphopt.cli.tuning.notes import Notes
 from graphopt.cli.tuning.proposal import Proposal, listed, quoted
 from graphopt.data import labelled_text
@@ -67,17 +68,21 @@ def of_labelled_text(
                 f"{'of texts' if option == 'text' else 'to predict'}, such as {some(fitting, 3)}"
             )
     proposed.fields |= {"data": "labelled_text", "data.text": quoted(text), "data.target": quoted(target)}
+    tokens = next(dims_of(x)[1] for x in model.graph.inputs if not x.is_initializer())
+    if isinstance(tokens, int):
+        proposed.fields |= {"data.context": str(tokens), "data.pad_to": "context"}
     tokenizer = options.setdefault("tokenizer", str(tokenizer_beside(file)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run repeats them
-        rows = labelled_text(str(data), text=text, target=target, **options)
+        context: dict[str, Any] = {"context": tokens, "pad_to": "context"} if isinstance(tokens, int) else {}
+        rows = labelled_text(str(data), text=text, target=target, **context, **options)
     proposed.lines["model"] = f"{file}: reads tokens of {tokenizer}"
     if rows.labels is not None:
         labels = describe(proposed, data, rows, "texts")
         head_of(proposed, model, labels, Notes.of(file, model).labels or [])
         proposed.fields["loss"] = "cross_entropy"
     else:
-        _of_numbers(proposed, model, data, np.asarray(rows.arrays[TARGET]))
+        _of_numbers(proposed, file, model, data, np.asarray(rows.arrays[TARGET]))
     if "adapter" in proposed.fields:
         proposed.fields["parameters.unfreeze"] = listed(["*"])
     proposed.fields.pop("fit.cache_features", None)
@@ -85,20 +90,24 @@ def of_labelled_text(
     proposed.wait(EPOCHS, PATIENCE)
 
 
-def _of_numbers(proposed: Proposal, model: ir.Model, data: Path, targets: np.ndarray) -> None:
-    """Propose the loss of class numbers or of other numbers, and a head if the model has another width."""
+def _of_numbers(proposed: Proposal, file: Path, model: ir.Model, data: Path, targets: np.ndarray) -> None:
+    """Propose the loss of class numbers or of other numbers, and a head if the file has other outputs."""
     output = next(y for y in model.graph.outputs if is_floating(y))
     dims, width = dims_of(output), targets.shape[1] if targets.ndim == 2 else 1
     found = dims[1] if len(dims) == 2 else 1
-    is_classes = targets.ndim == 1 and targets.dtype.kind in "iub" and found != 1
-    if is_classes:
-        numbers = np.unique(targets)
-        width = len(numbers)
-        if numbers.tolist() != [*range(width)]:
-            proposed.fields["data.labels"] = listed([str(number) for number in numbers])
-    proposed.fields["loss"] = "cross_entropy" if is_classes else "mean_squared_error"
-    what = f"{width} classes" if is_classes else "numbers to predict"
-    proposed.lines["data"] = f"{data}: {len(targets)} texts, {what}"
+    if targets.ndim == 1 and targets.dtype.kind in "iub" and found != 1:
+        proposed.fields["loss"] = "cross_entropy"
+        labels = [str(number) for number in np.unique(targets)]
+        proposed.lines["data"] = f"{data}: {len(targets)} texts in {len(labels)} classes"
+        if isinstance(found, int) and {*labels} <= {*map(str, range(found))}:
+            propose_logits(proposed, output)
+            proposed.lines["head"] = f"{found} classes, by number, as in the file"
+        else:
+            proposed.fields["data.labels"] = listed(labels)
+            head_of(proposed, model, labels, Notes.of(file, model).labels or [])
+        return
+    proposed.fields["loss"] = "mean_squared_error"
+    proposed.lines["data"] = f"{data}: {len(targets)} texts, numbers to predict"
     if width != found:
         proposed.lines["head"] = f"{counted(width, 'new output')} in place of {found}"
         proposed.head(None)

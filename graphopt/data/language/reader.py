@@ -10,12 +10,10 @@ import numpy as np
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.language.documents import is_lines, read_prompts, read_sequences, reference
-from graphopt.data.language.rows import ATTENTION, TOKENS, arranged, marks
+from graphopt.data.language.rows import ATTENTION, PADDED_TO, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError, unknown
 from graphopt.files import ReadName
-
-_PADDED_TO = ("longest", "context")
 
 
 @checked()
@@ -73,8 +71,8 @@ def text(
     """
     if not isinstance(context, int) or context < 1:
         raise GraphoptError(f"data.context: expected 1 token or more, found {context!r}")
-    if pad_to not in _PADDED_TO:
-        raise GraphoptError(f"data.pad_to: {unknown('length', str(pad_to), _PADDED_TO)}")
+    if pad_to not in PADDED_TO:
+        raise GraphoptError(f"data.pad_to: {unknown('length', str(pad_to), PADDED_TO)}")
     vocabulary = Characters() if tokenizer is None else vocabulary_of(tokenizer)
     if not isinstance(vocabulary, Tokenizer):
         if completion_only or packed or chat_template is not None:

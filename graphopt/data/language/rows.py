@@ -15,6 +15,7 @@ from graphopt.errors import GraphoptError
 
 TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
 SEGMENTS, ATTENTION, POSITIONS = "segments", "attention_mask", "position_ids"
+PADDED_TO = ("longest", "context")
 IGNORED = -100  # a target that does not count, as in PyTorch
 MOST_TOKENS = 2**34  # in all rows
 

@@ -19,7 +19,7 @@ from graphopt.data.files import imported, reading
 from graphopt.data.language.confined import answer
 from graphopt.errors import GraphoptError, kind_of, naming
 from graphopt.files import json_of, read_file
-from graphopt.graph.model_folders import place_of
+from graphopt.graph.model_folders import CONFIG, place_of
 
 CHARACTERS = string.printable
 OF_CHARACTERS = "characters"  # the name of the tokenizer of characters
@@ -110,7 +110,7 @@ class Tokenizer(Vocabulary):
         path: the file.
         template: the template of chats, or None.
         special: the special tokens by their names in templates, such as `eos_token`.
-        pad: the token that fills up rows; 0 if none is named.
+        pad: the token that fills up rows, of tokenizer_config.json, tokenizer.json or the model's config.json; or None.
 
     Raises:
         GraphoptError: `tokenizers` is not installed, or a file is missing or is not what its name says.
@@ -133,6 +133,7 @@ class Tokenizer(Vocabulary):
         with reading(self.path, _WHOLE, Exception):
             self._tokenizer = library.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
+        padding = self._tokenizer.padding or {}
         self._tokenizer.no_padding()
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if not 1 <= self.size <= _MOST_TOKENS:
@@ -140,6 +141,9 @@ class Tokenizer(Vocabulary):
                 f"{self.path}: expected tokens numbered from 0 to at most {_MOST_TOKENS - 1:,}, found {self.size - 1:,}"
             )
         self._read_configs()
+        noted = _json_object(self.path.parent / CONFIG).get("pad_token_id")
+        known = (self._number(self.special.get("pad_token")), padding.get("pad_id"), noted)
+        self.pad = next((x for x in known if type(x) is int and 0 <= x < self.size), None)
 
     def encode(self, text: str) -> list[int]:
         return next(self.encoded([text]))[0].tolist()
@@ -163,8 +167,13 @@ class Tokenizer(Vocabulary):
         Args:
             texts: the first text of each row, and the second ones, if there are any.
         """
-        with reading(self.path, f"a tokenizer whose rows have {most} tokens", Exception):
-            self._tokenizer.enable_truncation(most)
+        added = self._tokenizer.num_special_tokens_to_add(len(texts) > 1)
+        if most <= added:
+            raise GraphoptError(
+                f"data.context: expected more than the {added} tokens that {self.path} adds to a row, found {most}: "
+                "raise it"
+            )
+        self._tokenizer.enable_truncation(most)
         try:
             left = zip(*texts, strict=True)
             while part := list(islice(left, _TOGETHER)):
@@ -193,7 +202,6 @@ class Tokenizer(Vocabulary):
             name: text for name, x in config.items() if name.endswith("_token") and (text := _text_of(x))
         }
         self.start, self.end = (self._number(self.special.get(name)) for name in ("bos_token", "eos_token"))
-        self.pad = self._number(self.special.get("pad_token")) or 0
         self.ends = frozenset(() if self.end is None else (self.end,))
         for name in _GENERATION:
             found = _json_object(folder / name)

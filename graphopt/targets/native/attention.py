@@ -1,4 +1,4 @@
-"""Lower attention: one kernel computes softmax(scores) V, another its gradient, and none keeps probabilities.
+"""Lower attention: one kernel computes softmax(scores) V, another its gradient, and neither keeps many probabilities.
 
 Scores are the product of queries and keys, which steps scale, add to, or mask. The gradient computes them again.
 """
@@ -335,7 +335,10 @@ def _fits(found: _Attention) -> bool:
     inner = [y for node in nodes for y in node.outputs if y not in results]
     if any(node.graph is not found.forward[0].graph for node in nodes):
         return False
-    return all(_is_read_within(y, nodes, found.others) for y in inner)
+    if not all(_is_read_within(y, nodes, found.others) for y in inner):
+        return False
+    read = [*operands, *(step.tensor for step in steps if step.tensor is not None)]
+    return not any(x.producer() in nodes | found.others for x in read)
 
 
 def _is_read_within(y: ir.Value, nodes: set[ir.Node], others: set[ir.Node]) -> bool:
