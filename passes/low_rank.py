@@ -15,7 +15,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import given, name_of
 from graphopt.intervals import within
 from passes.parameters import origin_in_file
-from passes.quantization.quantize_weights import product_weights
+from passes.quantization.quantize_weights import check_pattern, product_weights, summed_axes
 from passes.weights.initializers import array, register
 
 
@@ -63,12 +63,16 @@ class LowRank(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        weights = {w: axis for w, axis in product_weights(model) if self._chooses(w)}
+        known = dict(product_weights(model))
+        for field in ("pattern", "leave_out"):
+            check_pattern("LowRank", field, getattr(self, field), known)
+        weights = {w: axis for w, axis in known.items() if self._chooses(w)}
         made = [name_of(w) for w, axis in weights.items() if self._factorize(model, w, axis)]
         if not made:
             raise GraphoptError(
                 f"LowRank: expected weights of MatMul or Gemm that become smaller, found none: "
-                f"{some([f'{w.name!r} of {w.shape}' for w in weights]) or 'no weight'} matches: choose a lower rank"
+                f"{some([f'{w.name!r} of {w.shape}' for w in weights]) or 'no weight'} matches: choose a lower rank, "
+                "or weights that one product reads"
             )
 
     def _chooses(self, w: ir.Value) -> bool:
@@ -91,8 +95,10 @@ class LowRank(Pass):
             shares = np.cumsum(np.square(s)) / max(np.square(s).sum(), np.finfo(np.float64).tiny)
             rank = min(int(np.searchsorted(shares, self.energy - 1e-12)) + 1, len(s))
         readers = list(_readers(w))
-        if rank * sum(matrix.shape) >= matrix.size or any(
-            node.graph is not model.graph or node.attributes.get_int("transA", 0) for node in readers
+        if (
+            rank * sum(matrix.shape) >= matrix.size
+            or {*summed_axes(w, 0)} != {summed}
+            or any(node.graph is not model.graph or node.attributes.get_int("transA", 0) for node in readers)
         ):
             return False
         roots = np.sqrt(s[:rank])

@@ -221,7 +221,9 @@ class Normalize(Pass):
         pads_for_output_shapes(model)
         upgrade(model)
         before = 0
-        while count := sum(map(lowering.is_lowered, all_nodes(model.graph))):
+        while count := sum(
+            lowering.is_lowered(x) or lowering.moves_integers(x) for x in all_nodes(model.graph)
+        ):
             with Emitter(model) as op:
                 lowering.lower_operators(op, model.graph, is_last=count == before)
             before, propagate = count, forget(model)

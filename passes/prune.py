@@ -454,7 +454,8 @@ class _Pool:
                     op.ReduceSum(op.Reshape(op.Mul(turned, turned), [-1, self.size]), [0], keepdims=1)
                 )
             elif not self.channels:
-                rows.append(op.Reshape(turned, [self.rows, -1]))
+                flat = op.Reshape(turned, [self.rows, -1])
+                rows.append(flat if len(self.parts) == 1 else op.cast(flat, ir.DataType.FLOAT))
         scores = op.Sum(*rows) if self.channels else op.Concat(*rows, axis=1)
         _, places = op.TopK(scores, kept, axis=1, sorted=0, _outputs=2)
         marks = op.Expand(op.constant(-1.0, like=scores), op.Shape(places))

@@ -365,7 +365,7 @@ def test_biases_that_are_added_as_integers_train_as_in_pytorch() -> None:
     """ONNX Runtime's quantize_dynamic of 2021 wrote them."""
     rng = np.random.default_rng(0)
     arrays = {
-        "w": rng.integers(-128, 128, (3, 2, 3, 3)).astype(np.int8), "ws": np.float32(0.01), "wz": np.int8(0),
+        "w": rng.integers(0, 256, (3, 2, 3, 3)).astype(np.uint8), "ws": np.float32(0.01), "wz": np.uint8(128),
         "b": rng.standard_normal(3).astype(np.float32), "shape": np.int64([1, -1, 1, 1]),
     }  # fmt: skip
     proto = parsed(OLD, {name: np.asarray(x) for name, x in arrays.items()})
@@ -375,14 +375,14 @@ def test_biases_that_are_added_as_integers_train_as_in_pytorch() -> None:
         own.predict(x=x)["y"], outputs(proto, {"x": x}, optimize=False)["y"], rtol=1e-5, atol=1e-5
     )
     b = torch.tensor(arrays["b"], requires_grad=True)
-    w = (torch.tensor(arrays["w"].astype(np.float32)) * 0.01).requires_grad_()
+    w = (torch.tensor(arrays["w"].astype(np.float32) - 128) * 0.01).requires_grad_()
     data, optimizer = torch.tensor(x), torch.optim.SGD([b, w], RATE)
     scale = (data.max() - data.min()) / 255
     seen = rounded(data, scale, torch.round(-data.min() / scale), (0, 255))
     for _ in range(10):
         steps = scale * 0.01
         floor = b + (torch.floor(b / steps) * steps - b).detach()
-        filters = rounded(w, torch.tensor(0.01), torch.tensor(0.0), (-128, 127))
+        filters = rounded(w, torch.tensor(0.01), torch.tensor(128.0), (0, 255))
         loss = F.mse_loss(F.conv2d(seen, filters, floor, padding=1), torch.tensor(target))
         optimizer.zero_grad()
         loss.backward()
@@ -424,3 +424,21 @@ def test_an_lstm_of_integers_trains(direction: str, tmp_path: Path) -> None:
     found = outputs(trained, feeds, optimize=False)["y"]
     np.testing.assert_allclose(own.predict(feeds)["y"], found, atol=5e-3)
     assert np.square(found - target).mean() < np.square(expected - target).mean()
+
+
+def test_weights_train_behind_nodes_that_move_integers() -> None:
+    """Of standard operators alone: no gradient passes MaxPool and Reshape of integers."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "u": rng.integers(-100, 100, (4, 2, 1, 1)).astype(np.int8), "us": np.full(4, 0.01, np.float32),
+        "v": rng.integers(-100, 100, (16, 3)).astype(np.int8), "vs": np.full(3, 0.01, np.float32),
+        "s": np.float32([0.02]), "z": np.uint8([7]), "shape": np.int64([-1, 16]),
+    }  # fmt: skip
+    text = """g (float[N,2,4,4] x) => (float[N,3] y) {
+        w = DequantizeLinear<axis = 0>(u, us) c = Conv<kernel_shape = [1, 1]>(x, w) q = QuantizeLinear(c, s, z)
+        p = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(q) f = Reshape(p, shape)
+        d = DequantizeLinear(f, s, z) k = DequantizeLinear<axis = 1>(v, vs) y = MatMul(d, k) }"""
+    proto = parsed(text, {name: np.asarray(x) for name, x in arrays.items()})
+    own, x = executor(proto), batch()[0][:, :, :4, :4]
+    assert {"u", "v"} <= own.parameters.keys()
+    np.testing.assert_array_equal(own.predict(x=x)["y"], outputs(proto, {"x": x}, optimize=False)["y"])

@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]"}))
     (place / "config.json").write_text(json.dumps({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}))
     torch.manual_seed(0)
     rows, tokens = torch.export.Dim("rows"), torch.export.Dim("tokens", min=2)
@@ -118,8 +119,20 @@ def test_numbers_that_are_not_counted_from_0_are_names_of_classes(
     words = ["tune", str(folder / "model.onnx"), str(folder / "stars.csv"), "data.target=stars"]
     assert cli.main([*words, "fit.epochs=1", "folder=stars"]) == 0
     lines = capsys.readouterr().out
-    assert "80 texts, 2 classes" in lines and "data.text=review" in lines
+    assert "80 texts in 2 classes" in lines and "data.text=review" in lines
     assert labels_in(ir.load("stars/trained.onnx")) == ["1", "5"]
+
+
+def test_names_of_other_outputs_leave_an_exported_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = (folder / "reviews.csv").read_text().splitlines()[1:]
+    scores = [f"{line.split(',')[0]},{0.25 if line.endswith('good') else 0.75}" for line in lines]
+    Path("scores.csv").write_text("\n".join(["text,label", *scores]))
+    assert cli.main(["tune", str(folder), "scores.csv", "fit.epochs=1", "folder=scored"]) == 0
+    assert cli.main(["export", "scored"]) == 0
+    assert "id2label" not in json.loads(Path("scored/merged/config.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -155,6 +168,18 @@ def test_a_mistake_in_json_lines_is_one_line(line: str, expected: str, folder: P
     file.write_text('{"text": "film", "label": 0}\n' + line)
     with pytest.raises(graphopt.GraphoptError, match=expected):
         data.labelled_text(str(file), tokenizer=str(folder))
+
+
+def test_rows_of_several_lengths_need_a_pad_token(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(graphopt.GraphoptError, match="expected a pad token for rows of several lengths"):
+        data.labelled_text(str(folder / "reviews.csv"), tokenizer=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"pad_token_id": 3}')
+    found = data.labelled_text(
+        str(folder / "reviews.csv"), tokenizer=str(tmp_path), context=9, pad_to="context"
+    )
+    padding = np.asarray(found.arrays["input_ids"])[~np.asarray(found.arrays["attention_mask"])]
+    assert found.arrays["input_ids"].shape == (80, 9) and set(padding) == {3}
 
 
 def test_long_texts_are_cut_off_and_told(folder: Path) -> None:

@@ -228,3 +228,14 @@ def test_keys_may_come_transposed():
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
     for name in expected:
         assert_near(found[name], expected[name], name, layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "sh = Shape(p) m = ConstantOfShape<value = bool[1] {1}>(sh) s = Where(m, p, lowest)",
+        "m = Cast<to = 9>(p) s = Where(m, p, lowest)",
+    ],
+)
+def test_a_mask_that_scores_make_stays_in_the_graph(steps):
+    plan(graph_of(steps), PLAIN)

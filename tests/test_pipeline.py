@@ -47,7 +47,7 @@ def longest_pipeline():
     return full_pipeline(
         quantize=passes.QuantizeWeights("fc1.*"),
         adapter=passes.LoRA("fc0.*", rank=2, dora=True),
-        parameters=passes.Parameters(unfreeze="*"),
+        parameters=passes.Parameters(unfreeze=["fc0.*", "fc1.bias"]),
         precision=passes.MixedPrecision(),
         gradient=passes.Gradient(loss_scale=2.0**12),
         recompute=passes.Recompute(),

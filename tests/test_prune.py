@@ -518,3 +518,60 @@ def test_a_weight_that_would_not_become_smaller_stays() -> None:
     for options in ({}, {"rank": 2, "energy": 0.5}):
         with pytest.raises(GraphoptError, match="LowRank: expected rank or energy"):
             passes.LowRank(**options)
+
+
+def of_shared_weight() -> onnx.ModelProto:
+    w = RNG.standard_normal((6, 6))
+    w[:, 2] = 0
+    graph = "a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) d = Relu(c) y = MatMul(d, v)"
+    return model(f"g (float[N,6] x) => (float[N,3] y) {{ {graph} }}", w=w, v=RNG.standard_normal((6, 3)))
+
+
+def of_fed_bound() -> onnx.ModelProto:
+    w = RNG.standard_normal((6, 4))
+    w[:, 1] = 0
+    graph = "a = MatMul(x, w) low = ReduceMax<keepdims = 0>(x) b = Clip(a, low) y = MatMul(b, v)"
+    return model(f"g (float[N,6] x) => (float[N,3] y) {{ {graph} }}", w=w, v=RNG.standard_normal((4, 3)))
+
+
+def of_shared_scale() -> onnx.ModelProto:
+    arrays = {name: RNG.standard_normal((4, 6)) for name in ("f", "g", "v")}
+    for name in ("f", "g"):
+        arrays[name][1] = 0
+    arrays |= {"s": np.ones(4), "z": np.array([0.1, 0, 0.2, 0.3]), "m": np.array([0.1, 0, 0.2, 0.3])}
+    arrays |= {"n": np.array([0.1, -0.7, 0.2, 0.3]), "r": np.full(4, 2.0)}
+    arrays = {name: x.reshape(4, 6, 1, 1) if x.ndim == 2 else x for name, x in arrays.items()}
+    arrays["v"] = RNG.standard_normal((2, 4, 1, 1))
+    graph = """h = Reshape(x, shape) a = Conv(h, f) b = Conv(h, g) c = BatchNormalization(a, s, z, m, r)
+        d = BatchNormalization(b, s, z, n, r) e = Add(c, d) k = Relu(e) y = Conv(k, v)"""
+    shape = np.array([-1, 6, 1, 1])
+    return model(f"g (float[N,6] x) => (float[N,2,1,1] y) {{ {graph} }}", shape=shape, **arrays)
+
+
+@pytest.mark.parametrize("made", [of_shared_weight, of_fed_bound, of_shared_scale])
+@pytest.mark.filterwarnings("ignore:.*remove_channels")
+def test_channels_that_something_else_reads_change_no_output(made: Any) -> None:
+    proto, x = made(), RNG.standard_normal((5, 6)).astype(np.float32)
+    small = graphopt.remove_channels(proto)
+    found, expected = (steps.outputs(m, {"x": x}, optimize=False)["y"] for m in (small, proto))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_declared_size_allocates_nothing() -> None:
+    proto = model("g (float[N,4] x, float[4,100000000000] b) => (float[N,M] y) { y = MatMul(x, b) }")
+    with pytest.raises(GraphoptError, match="channels: expected at most 16,777,216, found 100,000,000,000"):
+        graphopt.remove_channels(proto)
+
+
+def test_a_weight_that_products_read_in_two_ways_keeps_its_rank() -> None:
+    w = RNG.standard_normal((16, 2)) @ RNG.standard_normal((2, 16))
+    graph = "a = MatMul(x, w) b = Tanh(a) t = Transpose<perm = [1, 0]>(w) c = MatMul(b, t) y = MatMul(c, v)"
+    proto = model(
+        f"g (float[N,16] x) => (float[N,16] y) {{ {graph} }}",
+        w=w,
+        v=w.T + RNG.standard_normal(16)[:, None] * w[0],
+    )
+    step = steps.compiled(proto, quantize=passes.LowRank(rank=3))
+    assert "w" in {x.name for x in step.graph.inputs}
+    with pytest.raises(GraphoptError, match="LowRank: pattern='typo' matches no weight"):
+        steps.compiled(proto, quantize=passes.LowRank(rank=3, pattern="typo"))

@@ -7,6 +7,7 @@ views. Channels that an Add joins are one. `Channels` gives all numbers of weigh
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -19,16 +20,17 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.arguments import checked
-from graphopt.errors import some
+from graphopt.errors import GraphoptError, some
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import STORED
 from graphopt.graph.operators import POOLS, ZERO_TO_ZERO
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import captured
-from graphopt.graph.values import constant_of, given, is_static, name_of, node_label
+from graphopt.graph.values import constant_of, fixed, given, is_static, name_of, node_label
 from graphopt.graph.weight_kinds import CONVOLUTION, WeightKind, weight_kinds_of
 
 OF_OUTPUT = "they are outputs of the model"
+_MOST = 2**24  # channels of a model, of which declared sizes may be any number
 _Labels = np.ndarray  # of int: the channel at each place along an axis
 
 
@@ -60,7 +62,7 @@ class Channels:
     """
 
     def __init__(self, model: ir.Model, weights: Sequence[ir.Value] = ()) -> None:
-        self._weights = {*model.graph.initializers.values(), *weights}
+        self._weights = {*(x for x in model.graph.initializers.values() if not x.is_graph_input()), *weights}
         self._parents: list[int] = []
         self._reasons: dict[int, str] = {}  # why a channel has to stay
         self._at: dict[ir.Value, tuple[int, _Labels]] = {}  # the axis and the channels of a value
@@ -130,6 +132,10 @@ class Channels:
 
     def _new(self, count: int) -> _Labels:
         first = len(self._parents)
+        if first + count > _MOST:
+            raise GraphoptError(
+                f"channels: expected at most {_MOST:,}, found {first + count:,}: leave them in the model"
+            )
         self._parents.extend(range(first, first + count))
         return np.arange(first, first + count)
 
@@ -185,8 +191,8 @@ class Channels:
         self._read.add(use)
         part = self._slices.setdefault((x, axis), Slice(x, axis, labels, adds, by))
         self._join(part.labels, labels)
-        if adds > part.adds:
-            self._slices[x, axis] = replace(part, adds=True, by=by)
+        if adds and (by is not part.by or not part.adds):  # two factors: neither tells
+            self._slices[x, axis] = replace(part, adds=True, by=None if part.adds else by)
         return True
 
     def _product(self, node: ir.Node, index: int, kind: WeightKind, axis: int) -> bool:
@@ -201,9 +207,12 @@ class Channels:
         if not self._slice(node, index, own, labels, adds=True):
             return False
         x = node.inputs[kind.x or 0]
-        if x in self._at and (
-            self._at[x][0] != axis or not self._slice(node, index, summed, self._at[x][1], adds=False)
-        ):
+        if x in self._at:
+            at, read = self._at[x]
+        else:  # another product may read the weight, too, by channels that could go
+            at, read = axis, self._new(w.shape.numpy()[summed])
+            self._keep(read, f"{node_label(node)} reads others by {w.name!r}")
+        if at != axis or not self._slice(node, index, summed, read, adds=False):
             self._keep(labels, f"{node_label(node)} reads others")
             return False
         if not self._bias(node, kind.bias, labels):
@@ -242,10 +251,12 @@ class Channels:
 
     def _through(self, node: ir.Node) -> bool:
         x = node.inputs[0]
-        if x not in self._at or any(y.uses() for y in node.outputs[1:]):
+        if x not in self._at or any(y.uses() or y.is_graph_output() for y in node.outputs[1:]):
             return x not in self._at
         if node.op_type == "Clip":
-            bounds = [constant_of(bound) for bound in [*node.inputs[1:], None, None][:2]]
+            bounds = [fixed(bound) for bound in [*node.inputs[1:], None, None][:2]]
+            if any(y is not None and x is None for x, y in zip(bounds, node.inputs[1:], strict=False)):
+                return False  # a bound is computed
             low, high = (
                 node.attributes.get_float(name, 0.0) if x is None else x
                 for name, x in zip(("min", "max"), bounds, strict=True)
@@ -282,13 +293,15 @@ class Channels:
         if x not in self._at:
             return True
         axis, labels = self._at[x]
+        if node.op_type == "Squeeze" and len(node.inputs) < 2:
+            return False  # it would drop the axis of one channel that is left
         if x.shape is None or y.shape is None or axis != 1 or len(y.shape) < 2:
             return False
         inner, outer = [*x.shape][2:], [*y.shape][2:]
         if not all(isinstance(size, int) for size in (*inner, *outer, y.shape[1])):
             return False
         repeated, rest = divmod(math.prod(map(int, inner)), math.prod(map(int, outer)) or 1)
-        if rest or y.shape[1] != len(labels) * repeated:
+        if rest or y.shape[1] != len(labels) * repeated or len(labels) * repeated > _MOST:
             return False
         if node.op_type == "Reshape":
             target = constant_of(node.inputs[1])
@@ -339,7 +352,7 @@ class Channels:
         if x not in self._at:
             return True
         axis, labels = self._at[x]
-        if axis != 1 or any(y.uses() for y in node.outputs[1:]):
+        if axis != 1 or any(y.uses() or y.is_graph_output() for y in node.outputs[1:]):
             return False
         parts = [(1, True, node.inputs[3]), (2, True, None), (3, False, None), (4, False, None)]
         return all(
@@ -441,6 +454,7 @@ def remove_channels(model: Source) -> onnx.ModelProto:
             left = np.ascontiguousarray(np.compress(kept, numbers, part.axis))
             part.weight.const_value = ir.tensor(left, name=part.weight.name)
             part.weight.shape = ir.Shape(left.shape)
+    taken = ir.convenience.create_value_mapping(loaded.graph)
     for node, labels in channels.counts:
         count = int(_kept(channels, labels, zero).sum())
         if count == len(labels):
@@ -451,7 +465,8 @@ def remove_channels(model: Source) -> onnx.ModelProto:
             target = given(node.inputs[1])
             numbers = np.array(constant_of(target))
             numbers[1] = count if numbers[1] > 0 else numbers[1]
-            name = f"{node.outputs[0].name}.shape"
+            names = (f"{node.outputs[0].name}.shape{i or ''}" for i in itertools.count())
+            name = next(x for x in names if x not in taken)
             shape = ir.val(name, const_value=ir.tensor(numbers, name=name))
             loaded.graph.register_initializer(shape)
             node.replace_input_with(1, shape)

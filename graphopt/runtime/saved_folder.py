@@ -132,15 +132,16 @@ def _save_model(
 
 def _write_labels(executor: ExecutorState, config: Path) -> None:
     """Write the names of the classes into config.json, or remove those of another number of outputs."""
-    labels, fields = executor.labels, config_in(config) if config.is_file() else {}
+    if not config.is_file():
+        return
+    labels, fields = executor.labels, config_in(config)
     widths = {dims_of(y)[-1] for y in with_role(executor.model, Role.PREDICTION) if y.shape}
     known = fields.get("id2label")
     if labels is not None:
         fields |= {"id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
     elif isinstance(known, dict) and len(known) not in widths:
         fields = {name: x for name, x in fields.items() if name not in ("id2label", "label2id")}
-    if fields:
-        config.write_text(json.dumps(fields, indent=2) + "\n")
+    config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _copy(names: Iterable[str], place: Path, folder: Path) -> None:

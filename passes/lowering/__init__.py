@@ -31,6 +31,11 @@ def is_lowered(node: ir.Node) -> bool:
     return (node.domain, node.op_type) in LOWERINGS and not has_rule(node.domain, node.op_type)
 
 
+def moves_integers(node: ir.Node) -> bool:
+    """Return whether a node moves integers of a known scale."""
+    return qoperators.scale_moved(node) is not None
+
+
 def lower_operators(op: Emitter, graph: ir.Graph, is_last: bool = True) -> None:
     """Replace every operator that has a lowering by standard operators, including in bodies.
 

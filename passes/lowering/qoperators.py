@@ -95,6 +95,8 @@ def scale_moved(node: ir.Node) -> tuple[Value, Input] | None:
     x = node.inputs[0] if node.domain == "" and node.op_type in _MOVING and node.inputs else None
     if x is None or any(y.is_graph_output() for y in node.outputs):
         return None
+    if node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") != "nearest":
+        return None  # it rounds between two numbers
     quantizer = x.producer()
     found = None
     if quantizer is not None and (quantizer.domain, quantizer.op_type) == ("", "QuantizeLinear"):
@@ -102,7 +104,9 @@ def scale_moved(node: ir.Node) -> tuple[Value, Input] | None:
     elif x.is_initializer() and not x.is_graph_input() and x.dtype in (ir.DataType.INT8, ir.DataType.UINT8):
         found = _dequantizer(node)
     scale, zero = [None, None] if found is None else [*found.inputs, None][1:3]
-    known = all(y is None or (constant_of(y) is not None and rank(y) == 0) for y in (scale, zero))
+    known = all(
+        y is None or ((number := constant_of(y)) is not None and number.size == 1) for y in (scale, zero)
+    )
     return (scale, zero) if scale is not None and known else None
 
 
@@ -119,6 +123,7 @@ def _dequantizer(node: ir.Node) -> ir.Node | None:
 def move_floats(op: Emitter, node: ir.Node, scale: Value, zero: Input) -> None:
     """Let a node move the numbers that integers of a scale stand for, in place of the integers."""
     q = given(node.inputs[0])
+    scale, zero = single(op, scale), None if zero is None else single(op, zero)
     node.replace_input_with(0, op.DequantizeLinear(q, scale, zero))
     if node.op_type == "Pad":
         fill = node.inputs[2] if len(node.inputs) > 2 else None

@@ -171,7 +171,8 @@ class FakeQuantize(Pass):
         ensure_typed(model)
         if self.fold:
             FoldBatchNormalization().rewrite(model)
-        pool_means(model)
+        if self.activations is not None:
+            pool_means(model)
 
     def _products(self, model: ir.Model) -> list[Product]:
         """Return the products whose weights are to be rounded."""

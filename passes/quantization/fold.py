@@ -39,12 +39,18 @@ class FoldBatchNormalization(Pass):
 
 
 def pool_means(model: ir.Model) -> None:
-    """Replace each mean over all positions of channels by GlobalAveragePool, which has an integer kernel."""
+    """Replace each mean over all positions of images' channels by GlobalAveragePool, which has an integer kernel."""
     with Emitter(model) as op:
         for node in list(model.graph):
             x = node.inputs[0] if node.op_type == "ReduceMean" and node.domain == "" else None
             axes = fixed(node.inputs[1]) if x is not None and len(node.inputs) > 1 else None
-            if x is None or x.shape is None or axes is None or len(x.shape) < 3:
+            if (
+                x is None
+                or x.dtype is not ir.DataType.FLOAT
+                or x.shape is None
+                or axes is None
+                or len(x.shape) < 4
+            ):
                 continue
             if sorted(axis % len(x.shape) for axis in axes.ravel()) == [*range(2, len(x.shape))]:
                 pooled = op.GlobalAveragePool(x)
@@ -66,9 +72,11 @@ def _fold(model: ir.Model, product: Product) -> None:
     is_last = node.op_type not in ("Gemm", "MatMul") or len(y.shape or ()) == 2  # its channels are on axis 1
     if gain is None or shift is None or mean is None or variance is None or start is None:
         return
+    if np.size(start) != 1 and (*np.shape(start)[-1:], np.size(start)) != 2 * gain.shape:
+        return  # the bias has other numbers for each row
     if (
         not (is_plain and is_last)
-        or any(z.uses() for z in norm.outputs[1:])
+        or any(z.uses() or z.is_graph_output() for z in norm.outputs[1:])
         or product.read is not product.weight
     ):
         return

@@ -101,6 +101,8 @@ def products(graph: ir.Graph) -> Iterator[Product]:
             weight = before.inputs[0] if is_view and len(weight.uses()) == 1 else None
         if row.channel is None or read is None or read.shape is None or not is_weight(weight):
             continue
+        if node.op_type == "MatMul" and len(read.shape) != 2:
+            continue  # the runtime has no kernel for a scale for each output of several matrices
         assert weight is not None
         if len(weight.uses()) == 1 and not weight.is_graph_output() and not weight.is_graph_input():
             yield Product(node, weight, _channel(node, row.channel, len(read.shape)))
@@ -189,11 +191,17 @@ def tensors(graph: ir.Graph, chosen: Iterable[ir.Node], *, others: bool) -> dict
 
     def add(x: ir.Value) -> ir.Value:
         """Add an activation, and return the one whose range it has."""
-        if x not in found:
+        views = []
+        while x not in found:
+            views.append(x)
             node = x.producer()
             source = node.inputs[0] if node is not None and row_of(node).keeps else None
-            found[x] = add(source) if source is not None and _is_activation(source) else x
-        return found[x]
+            if source is None or not _is_activation(source):
+                break
+            x = source
+        root = found.get(x, x)
+        found.update(dict.fromkeys([x, *views], root))
+        return root
 
     nodes, own = list(graph), set(chosen)
     for node in nodes:

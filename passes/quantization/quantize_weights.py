@@ -79,7 +79,7 @@ class QuantizeWeights(Pass):
         ensure_typed(model)
         weights = dict(product_weights(model))
         for field in ("pattern", "leave_out"):
-            _check(field, getattr(self, field), weights)
+            check_pattern("QuantizeWeights", field, getattr(self, field), weights)
         chosen = [w for w in weights if self._chooses(w)]
         if not chosen:
             raise GraphoptError(
@@ -164,12 +164,12 @@ def product_weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:
     """Yield the matrices that only products read, and the axis that these sum over."""
     for w in list(model.graph.initializers.values()):
         if is_weight(w) and is_static(w) and len(w.shape or ()) == 2 and not w.is_graph_output():
-            axes = set(_summed(w, 0))
+            axes = set(summed_axes(w, 0))
             if axes and None not in axes:
                 yield w, min(axis for axis in axes if axis is not None)
 
 
-def _summed(x: ir.Value, first: int) -> Iterator[int | None]:
+def summed_axes(x: ir.Value, first: int) -> Iterator[int | None]:
     """Yield for each reader the axis of the weight that it sums over, or None if it is no product.
 
     Args:
@@ -177,18 +177,19 @@ def _summed(x: ir.Value, first: int) -> Iterator[int | None]:
     """
     for node, index in x.uses():
         if node.domain == "" and node.op_type == "Transpose" and not node.outputs[0].is_graph_output():
-            yield from _summed(node.outputs[0], 1 - first)
+            yield from summed_axes(node.outputs[0], 1 - first)
         elif node.domain == "" and node.op_type == "Identity" and not node.outputs[0].is_graph_output():
-            yield from _summed(node.outputs[0], first)
+            yield from summed_axes(node.outputs[0], first)
         else:
             kind = weight_kinds_of(node).get(index)
             is_other = kind is None or kind.name != PRODUCT or kind.left or kind.has_layout
             yield None if kind is None or is_other else 1 - first if kind.is_transposed(node) else first
 
 
-def _check(field: str, pattern: Pattern, weights: Iterable[ir.Value]) -> None:
+def check_pattern(call: str, field: str, pattern: Pattern, weights: Iterable[ir.Value]) -> None:
+    """Raise an error if a pattern of a pass matches no weight of a product."""
     if pattern and not any(selects(pattern, w) for w in weights):
         raise GraphoptError(
-            f"QuantizeWeights: {field}={pattern!r} matches no weight that only MatMul and Gemm read; the model has "
+            f"{call}: {field}={pattern!r} matches no weight that only MatMul and Gemm read; the model has "
             f"{some([repr(x.name) for x in weights]) or 'none'}"
         )
