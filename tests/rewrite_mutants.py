@@ -157,7 +157,7 @@ NATIVE = [
         "native_products",
         ("is_the_runtimes", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
         ("is_the_runtimes", "-1 if bias is None else rank_of(bias)", "-1"),
-        ("is_the_runtimes", "b, _transposed(axes_b), a, _transposed(axes_a)", "b, axes_b, a, axes_a"),
+        ("is_the_runtimes", "b, transposed(axes_b), a, transposed(axes_a)", "b, axes_b, a, axes_a"),
         ("scaled_products", 'attributes.get("alpha", 1.0) == attributes', "attributes"),
     ),
     *of(
@@ -251,7 +251,7 @@ SPLITTING = [
         "passes/mixed_precision.py",
         "mixed_precision",
         ("range", "bool(np.max(np.abs(numbers), initial=0) <= self._dtype.max)", "True"),
-        ("not_finite", "like(op.Where(finite, y, x), x)", "y"),
+        ("not_finite", "kept = op.Where(finite, y, x)", "kept = y"),
         ("stays_wide", "bool(read) and self._made.issuperset(read)", "bool(read)"),
     ),
     *of(

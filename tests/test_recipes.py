@@ -85,6 +85,14 @@ def check(node: dict[str, Any], elsewhere: set[str] = frozenset()) -> None:
             assert isinstance(value, bool) == isinstance(expected[name], bool), name
 
 
+# The defaults of what recipes of one class choose.
+OF_INTEGERS: dict[str, dict[str, object]] = {
+    "int8_lsq": {"observer": "ema"},
+    "int8_avx2": {"weight_range": None},
+    "int4_weights": {"weights": "int8", "block": None, "activations": "uint8"},
+}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
     node = yaml.safe_load(path.read_text())
@@ -102,6 +110,8 @@ def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
         check({**options(path), "sparsity": None, "structure": "element"})
     elif path.stem == "low_rank":
         check({**options(path), "energy": None})
+    elif path.stem in OF_INTEGERS:
+        check({**options(path), **OF_INTEGERS[path.stem]})
     elif path.stem == "exported":
         assert options(path)["as_exported"] is True
         check({**options(path), "as_exported": False})
