@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,26 @@ def test_values_have_the_arithmetic_of_numpy(name: str) -> None:
     x = RNG.standard_normal((5, 4)).astype(np.float32)
     found, expected = emitted(FORMULAS[name], x), FORMULAS[name](None, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_threads_emit_into_graphs_of_their_own() -> None:
+    model, other = graphopt.load(mlp()), graphopt.load(mlp())
+    inside, done = threading.Event(), threading.Event()
+
+    def emit() -> None:
+        with Emitter(other):
+            inside.set()
+            done.wait()
+
+    with Emitter(model), ThreadPoolExecutor(1) as threads:
+        found = threads.submit(emit)
+        inside.wait()
+        x = model.graph.inputs[0]
+        y, z = x + x, -x
+        done.set()
+        found.result()
+    assert all(value.producer().graph is model.graph for value in (y, z))
+    assert bool(x)  # no block is left
 
 
 def test_values_are_equal_to_themselves_and_keys() -> None:

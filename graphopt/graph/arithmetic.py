@@ -11,8 +11,9 @@ a number is an error, and so are the truth, the length and the items of a value,
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import onnx
@@ -73,20 +74,18 @@ class Emits(Protocol):
 
 
 class Arithmetic:
-    """Emit the nodes of Python's operators on values, during a `with` block.
+    """Emit the nodes of Python's operators on values, during a `with` block of this thread.
 
     Args:
         op: emits them.
     """
 
-    current: ClassVar[Arithmetic | None] = None
-
     def __init__(self, op: Emits) -> None:
         self._op = op
 
     def __enter__(self) -> Arithmetic:
-        self._outer = ir.set_value_magic_handler(self), Arithmetic.current
-        Arithmetic.current = self
+        self._outer, _HERE.block = _current_block(), self
+        _HANDLER.enter()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *where: object) -> None:
@@ -94,22 +93,11 @@ class Arithmetic:
             if isinstance(error, AttributeError):
                 explain_attribute(error)
         finally:
-            handler, Arithmetic.current = self._outer
-            ir.set_value_magic_handler(handler)
+            _HERE.block = self._outer
+            _HANDLER.leave()
 
-    def Add(self, a: object, b: object) -> Any:
-        return self.binary("+", a, b)
-
-    def Sub(self, a: object, b: object) -> Any:
-        return self.binary("-", a, b)
-
-    def Mul(self, a: object, b: object) -> Any:
-        return self.binary("*", a, b)
-
-    def Div(self, a: object, b: object) -> Any:
-        return self.binary("/", a, b)
-
-    def Neg(self, x: ir.Value) -> Any:
+    def negative(self, x: ir.Value) -> Any:
+        """Emit a negation."""
         return self._op.Neg(x)
 
     def binary(self, sign: str, a: Any, b: Any) -> Any:
@@ -160,17 +148,61 @@ class Arithmetic:
         return x
 
 
+class _Handler:
+    """Send onnx_ir's operators to the block of the thread; onnx_ir has one handler for all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._blocks = threading.Lock(), 0
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._outer = ir.set_value_magic_handler(self)
+            self._blocks += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                ir.set_value_magic_handler(self._outer)
+
+    def Add(self, a: object, b: object) -> Any:
+        return _current("+").binary("+", a, b)
+
+    def Sub(self, a: object, b: object) -> Any:
+        return _current("-").binary("-", a, b)
+
+    def Mul(self, a: object, b: object) -> Any:
+        return _current("*").binary("*", a, b)
+
+    def Div(self, a: object, b: object) -> Any:
+        return _current("/").binary("/", a, b)
+
+    def Neg(self, x: ir.Value) -> Any:
+        return _current("-").negative(x)
+
+
+_HERE = threading.local()  # `block`: the innermost one of a thread
+_HANDLER = _Handler()
+
+
+def _current_block() -> Arithmetic | None:
+    """Return the innermost block of this thread, or None."""
+    return getattr(_HERE, "block", None)
+
+
 def _said(sign: str, x: object, other: object) -> str:
     value = x if isinstance(x, ir.Value) else other
     return f"{value.name} {sign}" if isinstance(value, ir.Value) else sign
 
 
 def _current(sign: str) -> Arithmetic:
-    if Arithmetic.current is None:
+    block = _current_block()
+    if block is None:
         raise GraphoptError(
             f"{sign} of values: expected a block `with Emitter(model) as op`, found none: write it there"
         )
-    return Arithmetic.current
+    return block
 
 
 def _binary(sign: str, *, reflected: bool = False) -> Callable[[ir.Value, object], Any]:
@@ -182,7 +214,7 @@ def _binary(sign: str, *, reflected: bool = False) -> Callable[[ir.Value, object
 
 def _is_authors(depth: int) -> bool:
     """Return whether code of a pass's author asks, in a block that emits nodes."""
-    if Arithmetic.current is None:
+    if _current_block() is None:
         return False
     module = str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
     return module.partition(".")[0] not in _PACKAGES
@@ -200,7 +232,7 @@ def _truth(self: ir.Value) -> bool:
 def _equal(self: ir.Value, other: object) -> Any:
     if self is other or isinstance(other, ir.Value):
         return self is other
-    if isinstance(other, int | float | np.generic | np.ndarray) and Arithmetic.current is not None:
+    if isinstance(other, int | float | np.generic | np.ndarray) and _current_block() is not None:
         raise GraphoptError(
             f"{self.name} == {other}: expected another value, found {kind_of(other)}: `==` compares identities, and "
             "op.Equal(a, b) compares numbers"
@@ -226,7 +258,7 @@ def explain_attribute(error: AttributeError) -> None:
         UnknownAttribute: it is. A method `__getattr__` would say so, too, but slow down all other attributes of values.
     """
     name, value = error.name or "_", error.obj
-    if Arithmetic.current is None or not isinstance(value, ir.Value) or name.startswith("_"):
+    if _current_block() is None or not isinstance(value, ir.Value) or name.startswith("_"):
         return
     instead = f"op.{_INSTEAD[name]} does it" if name in _INSTEAD else "operators are attributes of op"
     instead = "write passes.stop_gradient(op, x)" if name == "detach" else instead
@@ -257,7 +289,7 @@ def _of_arrays(value: ir.Value, function: Callable[..., object]) -> NotAnArray:
 
 def _install() -> None:
     for name, (sign, _) in _BINARY.items():
-        if name in ("add", "sub", "mul", "truediv"):  # onnx_ir's, which call `Arithmetic.current`
+        if name in ("add", "sub", "mul", "truediv"):  # onnx_ir's, which call `_HANDLER`
             continue
         setattr(ir.Value, f"__{name}__", _binary(sign))
         if sign[0] not in "<>":  # Python exchanges the operands of comparisons itself

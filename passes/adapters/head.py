@@ -74,7 +74,7 @@ class Head(Pass):
             )
         ensure_typed(model)
         if len(labels_in(model) or ()) != self.classes:
-            model.metadata_props.pop(LABELS.key, None)  # the names of other outputs
+            LABELS.remove(model)  # the names of other outputs
         target = self._target(model, self._output(model))
         inputs, generator = target.sizes[0], np.random.default_rng(self.seed)
         is_keras = (model.producer_name or "").startswith("tf2onnx")
