@@ -72,10 +72,6 @@ class Text(_Entry):
         """Write the text."""
         holder.metadata_props[self.key] = text
 
-    def remove(self, holder: Holder) -> None:
-        """Remove the text."""
-        holder.metadata_props.pop(self.key, None)
-
     def read(self, holder: Holder) -> str | None:
         """Return the text, or None."""
         return holder.metadata_props.get(self.key)
