@@ -189,6 +189,15 @@ def test_numbers_repeat_in_some_tokens_if_they_do_in_all():
     assert np.unique(few).size == few.size
 
 
+def test_a_mark_stays_where_a_number_is_repeated():
+    """The last token of a part that has none twice, as its batch has, becomes the first one, unless it has a mark."""
+    batch = {"x": np.r_[0:200, 199][None], "target": np.r_[0:200, 199][None]}
+    batch["target"][0, 150] = -100
+    few = some_tokens(language_model(), batch)
+    assert (few["target"] == -100).any()
+    assert np.unique(few["target"]).size < few["target"].size
+
+
 @pytest.mark.parametrize("text", [TEXT.replace("S]", "200]"), TEXT.replace("int64[N,S]", "int64[S,S]")])
 def test_a_graph_that_is_not_open_is_checked_on_all_tokens(text):
     step = graphopt.compile(

@@ -134,14 +134,19 @@ def _write_labels(executor: ExecutorState, config: Path) -> None:
     """Write the names of the classes into config.json, or remove those of another number of outputs."""
     if not config.is_file():
         return
-    labels, fields = executor.labels, config_in(config)
+    labels, before = executor.labels, config_in(config)
+    fields = dict(before)
     widths = {dims_of(y)[-1] for y in with_role(executor.model, Role.PREDICTION) if y.shape}
     known = fields.get("id2label")
     if labels is not None:
-        fields |= {"id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+        fields |= {
+            "id2label": {str(i): x for i, x in enumerate(labels)},
+            "label2id": {x: i for i, x in enumerate(labels)},
+        }
     elif isinstance(known, dict) and len(known) not in widths:
         fields = {name: x for name, x in fields.items() if name not in ("id2label", "label2id")}
-    config.write_text(json.dumps(fields, indent=2) + "\n")
+    if fields != before:
+        config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _copy(names: Iterable[str], place: Path, folder: Path) -> None:

@@ -35,7 +35,7 @@ def reads_texts(file: Path, model: ir.Model, said: Mapping[str, str]) -> bool:
         for x in inputs
     )
     has_tokenizer = "data.tokenizer" in said or tokenizer_beside(file) is not None
-    return reads_tokens and has_tokenizer and bool(outputs) and len(dims_of(outputs[0])) <= 2
+    return bool(inputs) and reads_tokens and has_tokenizer and bool(outputs) and len(dims_of(outputs[0])) <= 2
 
 
 def of_labelled_text(
@@ -63,6 +63,7 @@ def of_labelled_text(
     for option, name, known in (("text", text, words), ("target", target, [*table])):
         if table and name not in table:
             fitting = [f"data.{option}={quoted(x)}" for x in known if x not in (text, target)]
+            fitting = fitting or [f"data.{option}=NAME"]
             raise GraphoptError(
                 f"tune: {data}: expected a column {name!r}, found {some([*table], 20)}: name the one "
                 f"{'of texts' if option == 'text' else 'to predict'}, such as {some(fitting, 3)}"

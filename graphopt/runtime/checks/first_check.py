@@ -201,7 +201,7 @@ class FirstCheck:
         except Exception as error:  # noqa: BLE001 - the runtime raises many types; the whole batch decides
             _log.debug("no check on some rows: %s", line(error))
             return []
-        # On large graphs, what rounding and curvature leave open on some tokens they leave open on all of them.
+        # What stays open on some tokens of a large graph is told, and not asked again of all: it would take minutes.
         is_enough = ("update",) if self._cpu.frozen != "low" else ("update", "gradient")
         agrees = all(x.verdict == "agrees" or (x.part in is_enough and x.verdict != "differs") for x in found)
         return found if agrees else []

@@ -53,7 +53,7 @@ def some_tokens(model: ir.Model, batch: Arrays, most: int = TOKENS) -> Arrays | 
     They do not if rows and tokens are the first two axes of all inputs, the graph is open to any number of both, and
     all data are integers. The first `most` tokens of the first rows are taken, and those at which a value of a mask, a
     mark such as -100, or what has none occurs first. If a number repeats in the batch, but not here, the first token
-    stands in a second place without marks, too.
+    is the last one without marks, too.
     """
     inputs = {name_of(x): x for x in with_role(model, *FED)}
     axes = {tuple(x.shape or ())[:2] for x in inputs.values()}
@@ -72,7 +72,7 @@ def some_tokens(model: ir.Model, batch: Arrays, most: int = TOKENS) -> Arrays | 
     few = {name: x[sorted(rows)][:, sorted(tokens)] for name, x in batch.items()}
     for name, x in few.items():
         if not _repeats_alike(x, batch[name]):
-            place = next((i for i in range(1, x.shape[1]) if (x[:, i] >= 0).all()), None)
+            place = next((i for i in reversed(range(1, x.shape[1])) if (x[:, i] >= 0).all()), None)
             if place is None:
                 return None
             x[:, place] = x[:, 0]
