@@ -136,11 +136,22 @@ def test_the_integers_train_by_masters_as_in_pytorch(form: str, is_fused: bool, 
     own = {name: stored(original, name).requires_grad_() for name in ("wa", "wb", "wc")}
     own["ba"] = torch.tensor(weights(original)["ba"], requires_grad=True)
 
+    def span(w: torch.Tensor, is_signed: bool, each: bool) -> torch.Tensor:
+        most, least = (x.values if each else x for x in ((w.max(0), w.min(0)) if each else (w.max(), w.min())))
+        if is_signed:
+            return torch.maximum(most, -least)
+        return most.clamp(min=0) - least.clamp(max=0)
+
     def product(h: torch.Tensor, name: str) -> torch.Tensor:
         scale, zero = (
             torch.tensor(weights(original)[f"{name}_{x}"].astype(np.float32)) for x in ("scale", "zero_point")
         )
-        low, high = (-128, 127) if weights(original)[f"{name}_quantized"].dtype == np.int8 else (0, 255)
+        is_signed, each = weights(original)[f"{name}_quantized"].dtype == np.int8, scale.dim() > 0
+        low, high = (-128, 127) if is_signed else (0, 255)
+        w = own[name].detach()
+        scale = scale * (span(w, is_signed, each) / span(stored(original, name), is_signed, each))
+        if not is_signed:
+            zero = torch.round(-w.amin(0).clamp(max=0) / scale)
         steps = torch.round(own[name].detach() / scale) + zero
         numbers = (torch.clamp(steps, low, high) - zero) * scale
         passed = torch.where((steps >= low) & (steps <= high), own[name], numbers)
@@ -161,6 +172,14 @@ def test_the_integers_train_by_masters_as_in_pytorch(form: str, is_fused: bool, 
     found = outputs(trained, {"x": x}, optimize=False)["y"]
     np.testing.assert_allclose(found, executor.predict(x=x)["y"], rtol=1e-4, atol=1e-5)
     assert np.square(found - target).mean() < losses[0][0]
+    for tensor in (anew := network(rng)).graph.initializer:  # its float form, quantized anew
+        master = executor.parameters.get(f"{tensor.name}_quantized", executor.parameters.get(tensor.name))
+        tensor.CopyFrom(onnx.numpy_helper.from_array(master, tensor.name))
+    onnx.save(anew, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "anew.onnx", **FORMS[form])
+    for name, array in weights(onnx.load(tmp_path / "anew.onnx")).items():
+        np.testing.assert_allclose(weights(trained)[name], array, rtol=2e-7, atol=0, err_msg=name)
+        assert not name.endswith("_scale") or np.any(array != weights(original)[name])
 
 
 @pytest.mark.skipif(OLD, reason="onnxruntime 1.19 has no adapters")

@@ -121,6 +121,7 @@ STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in t
 STORED_AS = Text(
     "graphopt.stored_as"
 )  # of such a node: the name of the result in the file, if not the weight's
+FOLLOWS = Flag("graphopt.follows")  # a DequantizeLinear whose scale follows the largest numbers of its weight
 FAKE = Flag("graphopt.fake")  # a node that rounds to integers or back, which the float model leaves out
 RANGE = Text("graphopt.range")  # of an initializer: which end of an activation's range it is, low or high
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file

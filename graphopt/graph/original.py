@@ -18,7 +18,7 @@ from graphopt.graph.loading import ONNX
 from graphopt.graph.mapped import MappedTensor
 from graphopt.graph.merging import adapted
 from graphopt.graph.message_inference import infer_message
-from graphopt.graph.metadata import Folded, original_name
+from graphopt.graph.metadata import STORED_AS, Folded, original_name
 from graphopt.graph.packed import view_of
 from graphopt.graph.parts import ModelParts, are_equal
 from graphopt.graph.roles import Role, with_role
@@ -77,6 +77,7 @@ def write_weights(original: ModelParts, trained: ModelParts, model: ir.Model, *,
     changed = {*changed, *(note.weight for note in notes if merged)}.difference(
         *(note.values for note in notes)
     )
+    changed |= {name for node in model.graph if (name := STORED_AS.read(node))}
     places, folds = _places(original.proto), (Folded.read(model) or Folded({})).models()
     folds = {name: part for name, part in folds.items() if name in places}
     sources = {x.name for part in folds.values() for x in part.graph.input}
@@ -132,7 +133,8 @@ def _alike(
 def _is_packed(old: onnx.TensorProto, new: onnx.TensorProto) -> bool:
     """Return whether integers of a file have the bits of others in another shape, as the weight of a MatMulNBits."""
     bits = [ir.DataType(x.data_type).bitwidth * math.prod(x.dims) for x in (old, new)]
-    return {old.data_type, new.data_type} <= _PACKED and bits[0] == bits[1]
+    is_same = (old.data_type, old.dims) == (new.data_type, new.dims)
+    return not is_same and {old.data_type, new.data_type} <= _PACKED and bits[0] == bits[1]
 
 
 def _replace(

@@ -14,7 +14,7 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import STOP_GRADIENT
+from graphopt.graph.metadata import FOLLOWS, STOP_GRADIENT
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import dims_of, given, rank, redirect
 from passes.lowering.qoperators import single
@@ -203,7 +203,9 @@ def _weight(op: Emitter, w: Value, scale: Value, zero: Input, axis: int) -> Valu
         raise GraphoptError(
             f"its input {w.name!r} is not covered: expected an initializer, found a computed value"
         )
-    return op.DequantizeLinear(w, single(op, scale), zero and single(op, zero), axis=axis)
+    by = single(op, scale), zero and single(op, zero)
+    weight = op.DequantizeLinear(w, *by, axis=axis)
+    return FOLLOWS.mark(weight) if by == (scale, zero) else weight
 
 
 def _unexpected(node: ir.Node, expected: str) -> GraphoptError:

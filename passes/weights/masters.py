@@ -16,16 +16,27 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata, state
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm, Text
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.metadata import (
+    FOLLOWS,
+    STOP_GRADIENT,
+    STORED,
+    STORED_AS,
+    STORED_TYPE,
+    InferenceForm,
+    Text,
+)
 from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized, is_dequantized
 from graphopt.graph.roles import Role, set_role
-from graphopt.graph.values import constant_of, dtype_of, given, is_floating, like, name_of
+from graphopt.graph.values import constant_of, dtype_of, given, is_floating, like, name_of, producer_of
 from passes.weights.initializers import array, replace_by
 
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 
 _WIDE = ir.DataType.FLOAT
+_FEWEST = 63  # levels of the integers whose scale follows their range: of 7 bits and a sign, rounded
+_LEAST = float(np.finfo(np.float32).eps)  # of the size of a range beside the file's
+_LIMITS = {ir.DataType.INT8: (-128.0, 127.0), ir.DataType.UINT8: (0.0, 255.0)}
 INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds
 
 
@@ -175,13 +186,13 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     """Emit the numbers that the integers nearest to a master stand for; the gradient passes to the master."""
     node, dtype = quantized.node, quantized.integers.dtype
     _, scale, zero = [*node.inputs, None][:3]
-    scale = given(scale)
+    scale, zero = _following(op, master, quantized) or (given(scale), zero)
     if dtype.itemsize < 4:
         layout = {name: node.attributes[name] for name in ("axis", "block_size") if name in node.attributes}
         extra = {} if zero is not None else {"output_dtype": dtype}
         integers = op.QuantizeLinear(master, op.cast(scale, _WIDE), zero, **extra, **layout)
         integers.shape = master.shape
-        return _dequantize(op, STORED.mark(integers), node)
+        return _dequantize(op, STORED.mark(integers), node, scale, zero)
     steps = constant_of(scale)
     assert steps is not None
     size = op.constant(broadcastable(node, steps.astype(np.float32), quantized.numbers.shape))
@@ -192,7 +203,44 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     return InferenceForm(same_as=0).write(rounded + op.CastLike(passed, rounded))
 
 
-def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:
-    """Emit a DequantizeLinear like another."""
-    inputs, attributes = [integers, *node.inputs[1:]], dict(node.attributes)
+def _following(op: Emitter, master: ir.Value, quantized: Quantized) -> tuple[ir.Value, Input] | None:
+    """Emit the scale and the zero point by which quantize_dynamic rounds a weight; None if the file has others.
+
+    The scale of the file is multiplied by what the range has grown, so that it is the file's before the first step.
+    """
+    node, dtype = quantized.node, quantized.integers.dtype
+    scale, zero = given(node.inputs[1]), [*node.inputs, None][2]
+    if not FOLLOWS.is_set(node) or any(x and not (x.is_initializer() and len(x.uses()) == 1) for x in (scale, zero)):
+        return None
+    steps, points = constant_of(scale), constant_of(zero)
+    w, q = quantized.numbers, quantized.integers.numpy().astype(np.int64)
+    assert steps is not None
+    axis = node.attributes.get_int("axis", 1) % w.ndim
+    axes = tuple(i for i in range(w.ndim) if steps.size == 1 or i != axis)
+    q = q if points is None else q - broadcastable(node, points.astype(np.int64), q.shape)
+    is_symmetric = dtype is ir.DataType.INT8 and (points is None or not points.any()) and q.min() > -128
+    low, high = np.minimum(q.min(axes), 0), np.maximum(q.max(axes), 0)
+    levels = np.maximum(high, -low) if is_symmetric else high - low
+    if scale.dtype is not _WIDE or levels.min() < max(levels.max() - 1, _FEWEST):
+        return None
+    if is_symmetric:
+        span, before = op.ReduceMax(op.Abs(master), [*axes], keepdims=0), np.abs(w).max(axes)
+    else:
+        least = op.Min(op.ReduceMin(master, [*axes], keepdims=0), 0.0)
+        span = op.Max(op.ReduceMax(master, [*axes], keepdims=0), 0.0) - least
+        before = np.maximum(w.max(axes), 0) - np.minimum(w.min(axes), 0)
+    grown = op.Max(span / op.constant(before), _LEAST) * op.constant(steps)
+    new = STOP_GRADIENT.mark(STORED.mark(grown))
+    STORED_AS.write(producer_of(new), name_of(scale))
+    if is_symmetric or points is None or zero is None:
+        return new, zero
+    first = points.astype(np.float32) + low.astype(np.float32)
+    point = STORED.mark(op.Cast(op.Clip(op.Round(least / new) * -1.0 + op.constant(first), *_LIMITS[dtype]), to=dtype))
+    STORED_AS.write(producer_of(point), name_of(zero))
+    return new, point
+
+
+def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node, *by: Input) -> ir.Value:
+    """Emit a DequantizeLinear like another, by its scale and zero point or by others."""
+    inputs, attributes = [integers, *(by or node.inputs[1:])], dict(node.attributes)
     return op.call_op(DEQUANTIZE, inputs, attributes, name=node.name)  # type: ignore[return-value]
