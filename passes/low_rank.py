@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,11 +14,11 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import given, name_of
+from graphopt.graph.values import given, is_static, name_of
 from graphopt.intervals import within
 from passes.parameters import origin_in_file
 from passes.quantization.quantize_weights import check_pattern, product_weights, summed_axes
-from passes.weights.initializers import array, register
+from passes.weights.initializers import array, is_weight, register
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class LowRank(Pass):
 
     Both train. They are U S^(1/2) and S^(1/2) V', of the singular value decomposition W = U S V' (Eckart and Young
     1936). B has the name and the layout of W, and A is `NAME.low_rank`. A weight that would not become smaller stays.
+    Filters [outputs, inputs, ...] of a Conv without groups are a matrix, too: A are as large with fewer outputs, and B
+    [outputs, rank, 1, ...] follows (Zhang et al. 2015, https://arxiv.org/abs/1505.06798).
 
     Args:
         rank: the rank of all weights.
@@ -63,14 +67,14 @@ class LowRank(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        known = dict(product_weights(model))
+        known = dict(product_weights(model)) | dict.fromkeys(_filters(model), 1)
         for field in ("pattern", "leave_out"):
             check_pattern("LowRank", field, getattr(self, field), known)
         weights = {w: axis for w, axis in known.items() if self._chooses(w)}
         made = [name_of(w) for w, axis in weights.items() if self._factorize(model, w, axis)]
         if not made:
             raise GraphoptError(
-                f"LowRank: expected weights of MatMul or Gemm that become smaller, found none: "
+                f"LowRank: expected weights of MatMul, Gemm or Conv that become smaller, found none: "
                 f"{some([f'{w.name!r} of {w.shape}' for w in weights]) or 'no weight'} matches: choose a lower rank, "
                 "or weights that one product reads"
             )
@@ -83,7 +87,9 @@ class LowRank(Pass):
     def _factorize(self, model: ir.Model, w: ir.Value, summed: int) -> bool:
         """Replace a weight, and return whether it becomes smaller."""
         stored = array(w)
-        matrix = (stored.T if summed else stored).astype(np.float64)
+        is_filter = stored.ndim > 2
+        flat = stored.reshape(stored.shape[0], math.prod(stored.shape[1:]))
+        matrix = (flat.T if summed else flat).astype(np.float64)
         if not np.isfinite(matrix).all():
             raise GraphoptError(
                 f"LowRank: expected finite numbers in {w.name!r}, found others: name it in leave_out"
@@ -97,13 +103,16 @@ class LowRank(Pass):
         readers = list(_readers(w))
         if (
             rank * sum(matrix.shape) >= matrix.size
-            or {*summed_axes(w, 0)} != {summed}
+            or (not is_filter and {*summed_axes(w, 0)} != {summed})
             or any(node.graph is not model.graph or node.attributes.get_int("transA", 0) for node in readers)
         ):
             return False
         roots = np.sqrt(s[:rank])
         a, b = u[:, :rank] * roots, roots[:, None] * v[:rank]
         b = np.ascontiguousarray((b.T if summed else b).astype(stored.dtype))
+        if is_filter:
+            a = a.T.reshape(rank, *stored.shape[1:])
+            b = b.reshape(*b.shape, *[1] * (stored.ndim - 2))
         down = register(model, f"{w.name}.low_rank", a.astype(stored.dtype))
         w.const_value, w.shape = ir.tensor(b, name=w.name), ir.Shape(b.shape)
         for node, _ in w.uses():
@@ -112,9 +121,20 @@ class LowRank(Pass):
         with Emitter(model) as op:
             for node in readers:
                 with op.before(node):
-                    inner = op.MatMul(given(node.inputs[0]), down)
+                    x = given(node.inputs[0])
+                    inner = op.Conv(x, down, **node.attributes) if is_filter else op.MatMul(x, down)
                 node.replace_input_with(0, inner)
+                if is_filter:  # it sums over the channels alone
+                    node.attributes.clear()
         return True
+
+
+def _filters(model: ir.Model) -> Iterator[ir.Value]:
+    """Yield the weights that only convolutions without groups read as their filters."""
+    for w in list(model.graph.initializers.values()):
+        kinds = {(x.domain, x.op_type, index, x.attributes.get_int("group", 1)) for x, index in w.uses()}
+        if is_weight(w) and is_static(w) and kinds == {("", "Conv", 1, 1)} and not w.is_graph_output():
+            yield w
 
 
 def _readers(x: ir.Value) -> list[ir.Node]:

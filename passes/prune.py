@@ -62,7 +62,7 @@ class Prune(Pass):
         structure: `element`; N:M for the N largest of every M neighbours that a product sums over, such as `2:4`, which
             sets the sparsity; or `channel`, the outputs of a layer with the smallest filters in the Euclidean norm,
             with their biases and normalization.
-        scope: prune the share of each `layer`, or of all layers together (`global`), which suits layers of few numbers.
+        scope: prune the share of each `layer`, or of all elements together (`global`), which suits small layers.
         start: the update after which pruning starts; 0 for the initial weights.
         end: the update after which the masks stay; None to prune at once.
         every: the number of updates from one pruning to the next.

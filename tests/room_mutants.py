@@ -204,6 +204,62 @@ MUTANTS = [
         ("gradient", "(self.begin[axis], self.end[axis]) if with_pads", "(self.begin[axis], 0) if with_pads"),
         ("refused", "window.extent != window.kernel or ", ""),
     ),
+    *of(
+        "passes/lowering/qoperators.py",
+        "integer_files",
+        ("in_pytorch", '"Conv": 0, "Gemm": 1', '"Conv": 1, "Gemm": 1'),
+        ("in_pytorch", 'op_type == "Gemm" and attributes.get("transB")', "False"),
+        ("in_pytorch", "* scales[0] * scales[1]", "* scales[1]"),
+        ("other_operators", "op.DequantizeLinear(fill, scale, zero)", "op.DequantizeLinear(fill, scale)"),
+        ("other_operators", 'axis=attributes.pop("axis", 1)', 'axis=attributes.pop("axis", 1) * 0 + 1'),
+    ),
+    *of(
+        "passes/lowering/integers.py",
+        "integer_files",
+        ("an_lstm", ", like, read=rounded)", ", like)"),
+        ("an_lstm", '{"axis": 2} if', '{"axis": 0} if'),
+        ("added_as_integers", "op.Floor(bias / fixed)", "op.Round(bias / fixed)"),
+    ),
+    *of(
+        "passes/lowering/integers.py",
+        "integer_products",
+        ("masters", "FOLLOWS.mark(weight) if by == (scale, zero) else weight", "weight"),  # an old scale
+        (
+            "masters",
+            "_weight(op, b, scale, b_zero_point, rank(b) - 1)",
+            "_weight(op, b, scale, b_zero_point, 0)",
+        ),
+        ("two_inputs", "return _rounded(op, w, zero, scale)", "return op.DequantizeLinear(w, scale)"),
+    ),
+    *of(
+        "passes/weights/masters.py",
+        "integer_products",
+        ("masters", "op.Round(least / new)", "op.Floor(least / new)"),
+        ("masters", "STORED_AS.write(producer_of(new), name_of(scale))", "pass"),
+        ("masters", "np.abs(w).max(axes)", "np.abs(w).max()"),
+        ("masters", "STOP_GRADIENT.mark(STORED.mark(grown))", "STORED.mark(grown)"),
+    ),
+    *of(
+        "graphopt/graph/original.py",
+        "integer_products",
+        ("masters", "changed |= {name for node in model.graph if (name := STORED_AS.read(node))}", "pass"),
+    ),
+    *of("graphopt/graph/original.py", "integer_files", ("of_4_bits", "return not is_same and", "return")),
+    *of(
+        "graphopt/runtime/checks/file.py",
+        "integer_files",
+        (
+            "half_way",
+            "_noisy(own, given, unit), _off_ties(device, part, given, unit)",
+            "_noisy(own, given, unit)",
+        ),
+    ),
+    *of(
+        "passes/low_rank.py",
+        "prune",
+        ("filters", "node.attributes.clear()", "pass"),
+        ("filters", "a.T.reshape(rank", "a.reshape(rank"),
+    ),
 ]
 
 if __name__ == "__main__":

@@ -221,6 +221,26 @@ def test_files_of_qoperators_train_as_in_pytorch(
     assert np.square(found - target).mean() < np.square(expected - target).mean()
 
 
+@pytest.mark.parametrize("network", NETWORKS)
+def test_adapters_train_beside_qoperators(network: str, tmp_path: Path) -> None:
+    proto, (x, target) = qoperators(network, tmp_path), batch()
+    options = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.02)}
+    step = graphopt.compile(proto, adapter=passes.LoRA("*", rank=2), **options)
+    own = graphopt.Executor(step, threads=1, native=False)
+    assert all(".lora_" in name for name in own.parameters)
+    expected = outputs(proto, {"x": x}, optimize=False)["y"]
+    np.testing.assert_array_equal(own.predict(x=x)["y"], expected)
+    losses = [own.step(x=x, target=target)["loss"] for _ in range(10)]
+    assert losses[-1] < losses[0]
+    found = outputs(own.trained(), {"x": x}, optimize=False)["y"]
+    np.testing.assert_array_equal(found, own.predict(x=x)["y"])
+    assert np.any(found != expected)
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"'a_w_quantized': QLinearConv rounds .* leave out into"
+    ):
+        own.trained(into=proto)
+
+
 def test_other_operators_on_integers_compute_what_onnxruntime_does() -> None:
     """QLinearWhere, a Softmax over several axes, Pad, Resize, Split and Transpose of integers."""
     nodes = """g (float[N,2,4,4] x, bool[1] c) => (float[N,5] y) {
@@ -248,6 +268,23 @@ def test_other_operators_on_integers_compute_what_onnxruntime_does() -> None:
     found = [own.step(x=x, c=np.array([True]), target=target)["loss"] for _ in range(5)]
     assert found[-1] < found[0]
     assert outputs(own.trained(into=proto), feeds)["y"].shape == expected.shape
+
+
+def test_averages_half_way_between_integers_are_no_disagreement() -> None:
+    """ONNX Runtime sums the window of a newer AveragePool in another order, which decides many ties otherwise."""
+    w = np.random.default_rng(0).integers(-100, 100, (32, 5)).astype(np.int8)
+    proto = parsed(
+        """g (float[N,2,8,8] x) => (float[N,5] y) { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)
+        p = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(d) r = QuantizeLinear(p, s, z)
+        e = DequantizeLinear(r, s, z) f = Flatten(e) m = DequantizeLinear(w, k) y = MatMul(f, m) }""",
+        {"s": np.float32(0.197261), "z": np.uint8(113), "w": w, "k": np.float32(0.01)},
+    )
+    (x, target) = batch()
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(RATE))
+    own = graphopt.Executor(step, threads=1, native=False, verify=True)
+    assert np.any(own.predict(x=x)["y"] != outputs(proto, {"x": x}, optimize=False)["y"])
+    losses = [own.step(x=x, target=target)["loss"] for _ in range(3)]
+    assert losses[-1] < losses[0]
 
 
 FAULTS = {
@@ -293,6 +330,24 @@ def test_floats_of_8_bits_are_refused_in_a_line() -> None:
         executor(proto)
 
 
+def test_large_weights_of_4_bits_come_back() -> None:
+    rng = np.random.default_rng(0)
+    proto = parsed(
+        "g (float[N,64] x) => (float[N,64] y) { f = DequantizeLinear<axis = 1>(w, s, z) y = MatMul(x, f) }",
+        {"s": rng.uniform(0.01, 0.02, 64).astype(np.float32)},
+    )
+    proto.opset_import[0].version, proto.ir_version = 21, 10
+    for name, shape in (("w", (64, 64)), ("z", (64,))):
+        numbers = rng.integers(0, 16, shape).ravel().tolist()
+        proto.graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.UINT4, shape, numbers))
+    own, x = executor(proto), rng.standard_normal((16, 64)).astype(np.float32)
+    assert_equal(weights(own.trained(into=proto)), weights(proto))
+    for _ in range(5):
+        own.step(x=x, target=np.zeros((16, 64), np.float32))
+    found = outputs(own.trained(into=proto), {"x": x}, optimize=False)["y"]
+    np.testing.assert_array_equal(found, own.predict(x=x)["y"])
+
+
 def test_scales_of_whole_numbers_in_floats_do_not_train() -> None:
     """torchao's Int8WeightOnlyConfig is exported so: integers in float32, and their scales as a recorded parameter."""
 
@@ -320,9 +375,9 @@ def test_scales_of_whole_numbers_in_floats_do_not_train() -> None:
 # --- Dynamic files ---
 
 
-def dynamic(text: str, arrays: dict[str, np.ndarray], folder: Path) -> onnx.ModelProto:
+def dynamic(text: str, arrays: dict[str, np.ndarray], folder: Path, **options: Any) -> onnx.ModelProto:
     onnx.save(parsed(text, arrays), folder / "float.onnx")
-    quantize_dynamic(folder / "float.onnx", folder / "int8.onnx")
+    quantize_dynamic(folder / "float.onnx", folder / "int8.onnx", **options)
     return onnx.load(folder / "int8.onnx")
 
 
@@ -396,9 +451,9 @@ def test_biases_that_are_added_as_integers_train_as_in_pytorch() -> None:
     }
 
 
+@pytest.mark.parametrize("options", [{}, {"per_channel": True}], ids=["whole", "rows"])
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-def test_an_lstm_of_integers_trains(direction: str, tmp_path: Path) -> None:
-    """The states of the training graph are not rounded, so that predictions differ by their rounding."""
+def test_an_lstm_of_integers_trains(direction: str, options: dict[str, Any], tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     count = 1 + (direction == "bidirectional")
     shapes = {"w": (count, 24, 8), "r": (count, 24, 6), "b": (count, 48), "v": (6 * count, 5)}
@@ -409,12 +464,13 @@ def test_an_lstm_of_integers_trains(direction: str, tmp_path: Path) -> None:
         t = Transpose<perm = [1, 0, 2]>(a) f = Flatten(t) y = MatMul(f, v) }}""",
         arrays,
         tmp_path,
+        **options,
     )
     assert "DynamicQuantizeLSTM" in {node.op_type for node in proto.graph.node}
     own, target = executor(proto), batch()[1]
     feeds = {"x": rng.standard_normal((3, 16, 8)).astype(np.float32)}
     expected = outputs(proto, feeds, optimize=False)["y"]
-    np.testing.assert_allclose(own.predict(feeds)["y"], expected, atol=5e-3)
+    np.testing.assert_allclose(own.predict(feeds)["y"], expected, atol=1e-5)
     assert set(own.parameters) == {"w_quantized", "r_quantized", "b", "v_quantized"}
     assert_equal(weights(own.trained(into=proto)), weights(proto))
     for _ in range(20):
@@ -422,7 +478,7 @@ def test_an_lstm_of_integers_trains(direction: str, tmp_path: Path) -> None:
     trained = own.trained(into=proto)
     assert all(np.any(weights(trained)[name] != weights(proto)[name]) for name in own.parameters)
     found = outputs(trained, feeds, optimize=False)["y"]
-    np.testing.assert_allclose(own.predict(feeds)["y"], found, atol=5e-3)
+    np.testing.assert_allclose(own.predict(feeds)["y"], found, atol=1e-5)
     assert np.square(found - target).mean() < np.square(expected - target).mean()
 
 

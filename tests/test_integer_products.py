@@ -137,7 +137,9 @@ def test_the_integers_train_by_masters_as_in_pytorch(form: str, is_fused: bool, 
     own["ba"] = torch.tensor(weights(original)["ba"], requires_grad=True)
 
     def span(w: torch.Tensor, is_signed: bool, each: bool) -> torch.Tensor:
-        most, least = (x.values if each else x for x in ((w.max(0), w.min(0)) if each else (w.max(), w.min())))
+        most, least = (
+            x.values if each else x for x in ((w.max(0), w.min(0)) if each else (w.max(), w.min()))
+        )
         if is_signed:
             return torch.maximum(most, -least)
         return most.clamp(min=0) - least.clamp(max=0)
@@ -205,6 +207,31 @@ def test_integers_take_slots_and_no_merge(is_fused: bool, tmp_path: Path) -> Non
     running = onnxruntime.InferenceSession(file.SerializeToString(), providers=["CPUExecutionProvider"])
     (found,) = running.run(["y"], {"x": x}, options)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_products_of_two_inputs_are_rounded_on_both_sides(is_fused: bool, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    proto = onnx.parser.parse_model(
+        f"""{HEADER} g (float[B,T,{WIDE}] x) => (float[B,T,T] y) {{
+            a = MatMul(x, w) t = Transpose<perm = [0, 2, 1]>(a) k = Tanh(t) y = MatMul(x, k) }}"""
+    )
+    w = rng.standard_normal((WIDE, WIDE)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    onnx.save(proto, tmp_path / "float.onnx")
+    both = {"MatMulConstBOnly": False}
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx", extra_options=both)
+    proto = onnx.load(tmp_path / "int8.onnx")
+    proto = fused(proto, tmp_path) if is_fused else proto
+    x, target = rng.standard_normal((2, ROWS, WIDE)).astype(np.float32), np.zeros((2, ROWS, ROWS), np.float32)
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(RATE))
+    executor = graphopt.Executor(step, threads=1, native=False)
+    expected = outputs(proto, {"x": x}, optimize=False)["y"]
+    np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-5, atol=1e-5)
+    losses = [executor.step(x=x, target=target)["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]
+    found = outputs(executor.trained(into=proto), {"x": x}, optimize=False)["y"]
+    np.testing.assert_allclose(found, executor.predict(x=x)["y"], rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_trains_beside_a_convolution_of_integers(tmp_path: Path) -> None:

@@ -509,11 +509,38 @@ def test_two_factors_are_the_best_approximation_and_both_train(how: str) -> None
     assert weights(trained).keys() == before.keys()
 
 
+def test_filters_become_those_of_two_convolutions() -> None:
+    w = RNG.standard_normal((8, 3)) @ RNG.standard_normal((3, 4 * 9)) + RNG.standard_normal((8, 36)) / 20
+    text = """g (float[N,4,9,9] x) => (float[N,8,5,5] y) {
+        y = Conv<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x, w, b) }"""
+    proto, best = (model(text, w=x.reshape(8, 4, 3, 3), b=w[:, 0]) for x in (w, _of_rank(w, 3)))
+    x = RNG.standard_normal((3, 4, 9, 9), np.float32)
+    executor = steps.executor(proto, quantize=passes.LowRank(energy=0.95))
+    shapes = {"w": (8, 3, 1, 1), "w.low_rank": (3, 4, 3, 3), "b": (8,)}
+    assert {n: array.shape for n, array in executor.parameters.items()} == shapes
+    expected = steps.outputs(best, {"x": x})["y"]
+    np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-5, atol=1e-5)
+    losses = steps.losses(executor, {"x": x, "target": np.zeros_like(expected)}, 3)
+    assert losses[-1] < losses[0]
+    grouped = model(
+        "g (float[N,4,9,9] x) => (float[N,4,9,9] y) { y = Conv<group=4>(x, w) }", w=w[:4, :1, None, None]
+    )
+    with pytest.raises(GraphoptError, match="expected weights of MatMul, Gemm or Conv that become smaller"):
+        steps.compiled(grouped, quantize=passes.LowRank(rank=1))
+
+
+def _of_rank(w: np.ndarray, rank: int) -> np.ndarray:
+    u, s, v = np.linalg.svd(w, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ v[:rank]
+
+
 def test_a_weight_that_would_not_become_smaller_stays() -> None:
     chosen = passes.LowRank(rank=4)
     step = steps.compiled(mlp((32, 32, 3)), quantize=chosen)
     assert {x.name for x in step.graph.inputs if x.name.endswith("low_rank")} == {"fc0.weight.low_rank"}
-    with pytest.raises(GraphoptError, match="weights of MatMul or Gemm that become smaller, found none"):
+    with pytest.raises(
+        GraphoptError, match="weights of MatMul, Gemm or Conv that become smaller, found none"
+    ):
         steps.compiled(mlp(), quantize=chosen)
     for options in ({}, {"rank": 2, "energy": 0.5}):
         with pytest.raises(GraphoptError, match="LowRank: expected rank or energy"):

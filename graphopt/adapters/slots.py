@@ -76,6 +76,12 @@ def _targets(weights: Mapping[str, ir.Value], note: Adapted) -> list[AdapterTarg
     source, found = WeightSource(weights[note.weight]), []
     for node, index in readers_of(source.weight):
         kind, w = weight_kinds_of(node).get(index), node.inputs[index]
+        if kind is None and node.op_type.startswith(("QGemm", "QLinear")):
+            raise GraphoptError(
+                f"into: weight {note.weight!r}: {node.op_type} rounds its product to integers before an adapter can be "
+                "added: leave out into, and the trained model has the adapter between QuantizeLinear and "
+                "DequantizeLinear, or save the adapter alone"
+            )
         if kind is None and node.domain:  # the training graph has other operators in its place
             raise GraphoptError(
                 f"slots: weight {note.weight!r}: expected a node that reads it as a {note.kind}, found "

@@ -2,12 +2,13 @@
 
 The input is rounded to 8 bits by its own range, the weight is stored in 8 bits, and their product is scaled. The file's
 numbers come from DequantizeLinear here, and the gradient passes the rounding straight through: dx = dy (w s)^T. Weights
-train by float32 masters, which the scales of the file round, or stay as they are beside adapters.
+train by float32 masters, whose scales follow them, or stay as they are beside adapters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir import Value
@@ -17,6 +18,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import FOLLOWS, STOP_GRADIENT
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import dims_of, given, rank, redirect
+from passes.gradients.rules.recurrent import steps_of
 from passes.lowering.qoperators import single
 from passes.lowering.registry import lowers, plus, stored
 
@@ -90,26 +92,30 @@ def dynamic_quantize_lstm(
     r_zero_point: Value,
     *,
     node: ir.Node,
-    **attributes: object,
+    **attributes: Any,
 ) -> Sequence[Value]:
-    """Emit an LSTM of the rounded input. The states, which the operator rounds in each step, are not rounded."""
+    """Emit an LSTM whose input is rounded, and whose states are in each step before they are multiplied."""
     q, _, zero = op.DynamicQuantizeLinear(x, _outputs=3)
     read = _of_gates(op, w, w_scale, w_zero_point), _of_gates(op, r, r_scale, r_zero_point)
-    inputs = [_rounded(op, q, zero), *read, b, lengths, h, c, peepholes]
-    return op.call_op("LSTM", inputs, attributes, outputs=3)  # type: ignore[return-value]
+
+    def rounded(op: Emitter, state: Value) -> Value:
+        q, _, zero = op.DynamicQuantizeLinear(state, _outputs=3)
+        return _rounded(op, q, zero)
+
+    like = ir.node("LSTM", [], attributes)
+    return steps_of(op, _rounded(op, q, zero), [*read, b, peepholes], lengths, [h, c], like, read=rounded)
 
 
 def _of_gates(op: Emitter, w: Value, scale: Value, zero: Value) -> Value:
-    """Return weights [directions, inputs, 4 hidden], with a scale each or one for each direction, as LSTM has them."""
-    directions, _, rows = dims_of(w)
-    if directions == 1 and list(dims_of(scale)) == [1, rows]:
-        scale, zero = (op.constant(stored(each, "scale").reshape(-1)) for each in (scale, zero))
-    elif rank(scale) > 1:
-        raise GraphoptError(
-            f"its scale {scale.name!r} is not covered: expected one for each direction, found {scale.shape}"
-        )
-    axis = 0 if list(dims_of(scale)) == [directions] else 2
-    return op.Transpose(_weight(op, w, scale, zero, axis), perm=[0, 2, 1])
+    """Return weights [directions, inputs, 4 hidden], with a scale for each direction or each row, as LSTM has them."""
+    directions, size, rows = ir.Shape(dims_of(w)).numpy()
+    numbers = [stored(each, "scale") for each in (scale, zero)]
+    shape, layout = [-1], {"axis": 0}
+    if numbers[0].size == directions * rows:
+        layout = {"axis": 2} if directions == 1 else {"axis": 1, "block_size": size}
+        shape = [-1] if directions == 1 else [directions, 1, rows]
+    scale, zero = (single(op, op.constant(each.reshape(shape))) for each in numbers)
+    return op.Transpose(op.DequantizeLinear(_initializer(w), scale, zero, **layout), perm=[0, 2, 1])
 
 
 def _scale_of(op: Emitter, node: ir.Node) -> Value:
@@ -199,13 +205,19 @@ def _rounded(op: Emitter, q: Value, zero_point: Input, by: Input = None) -> Valu
 
 
 def _weight(op: Emitter, w: Value, scale: Value, zero: Input, axis: int) -> Value:
+    if _rounding(w)[0] is not None:  # a product of two inputs
+        return _rounded(op, w, zero, scale)
+    by = single(op, scale), zero and single(op, zero)
+    weight = op.DequantizeLinear(_initializer(w), *by, axis=axis)
+    return FOLLOWS.mark(weight) if by == (scale, zero) else weight
+
+
+def _initializer(w: Value) -> Value:
     if not w.is_initializer() or w.is_graph_input():
         raise GraphoptError(
             f"its input {w.name!r} is not covered: expected an initializer, found a computed value"
         )
-    by = single(op, scale), zero and single(op, zero)
-    weight = op.DequantizeLinear(w, *by, axis=axis)
-    return FOLLOWS.mark(weight) if by == (scale, zero) else weight
+    return w
 
 
 def _unexpected(node: ir.Node, expected: str) -> GraphoptError:

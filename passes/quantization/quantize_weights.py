@@ -190,6 +190,6 @@ def check_pattern(call: str, field: str, pattern: Pattern, weights: Iterable[ir.
     """Raise an error if a pattern of a pass matches no weight of a product."""
     if pattern and not any(selects(pattern, w) for w in weights):
         raise GraphoptError(
-            f"{call}: {field}={pattern!r} matches no weight that only MatMul and Gemm read; the model has "
+            f"{call}: {field}={pattern!r} matches no weight that only products read; the model has "
             f"{some([repr(x.name) for x in weights]) or 'none'}"
         )

@@ -210,7 +210,9 @@ def _following(op: Emitter, master: ir.Value, quantized: Quantized) -> tuple[ir.
     """
     node, dtype = quantized.node, quantized.integers.dtype
     scale, zero = given(node.inputs[1]), [*node.inputs, None][2]
-    if not FOLLOWS.is_set(node) or any(x and not (x.is_initializer() and len(x.uses()) == 1) for x in (scale, zero)):
+    if not FOLLOWS.is_set(node) or any(
+        x and not (x.is_initializer() and len(x.uses()) == 1) for x in (scale, zero)
+    ):
         return None
     steps, points = constant_of(scale), constant_of(zero)
     w, q = quantized.numbers, quantized.integers.numpy().astype(np.int64)
@@ -235,7 +237,9 @@ def _following(op: Emitter, master: ir.Value, quantized: Quantized) -> tuple[ir.
     if is_symmetric or points is None or zero is None:
         return new, zero
     first = points.astype(np.float32) + low.astype(np.float32)
-    point = STORED.mark(op.Cast(op.Clip(op.Round(least / new) * -1.0 + op.constant(first), *_LIMITS[dtype]), to=dtype))
+    point = STORED.mark(
+        op.Cast(op.Clip(op.Round(least / new) * -1.0 + op.constant(first), *_LIMITS[dtype]), to=dtype)
+    )
     STORED_AS.write(producer_of(point), name_of(zero))
     return new, point
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -12,11 +13,13 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph import inference
 from graphopt.graph.checking import messages_of
 from graphopt.graph.dequantization import dequantize_late
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import original_name
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.provenance import Provenance
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.traversal import extracted_model
+from graphopt.graph.values import given as given_of
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
@@ -134,7 +137,8 @@ def _compared(
     findings = []
     for name, x in expected.items():
         here = own_names[name]
-        noisy = (arrays[here] for arrays in _noisy(own, given, unit))
+        runs = itertools.chain(_noisy(own, given, unit), _off_ties(device, part, given, unit))
+        noisy = (arrays[here] for arrays in runs)
         findings.append(_finding(name, np.asarray(x), found[here], unit, noisy))
     return findings
 
@@ -191,6 +195,18 @@ def _noisy(session: Session, given: Arrays, unit: float) -> Iterator[Arrays]:
             for name, x in given.items()
         }
         yield session.compute_arrays(moved)
+
+
+def _off_ties(device: Device, part: ir.Model, given: Arrays, unit: float) -> Iterator[Arrays]:
+    """Yield predictions in which numbers half way between two integers are rounded to the other one."""
+    quantizers = [node for node in part.graph if node.op_type == "QuantizeLinear"]
+    with Emitter(part) as op:
+        for node in quantizers:
+            x = given_of(node.inputs[0])
+            with op.before(node):
+                node.replace_input_with(0, x * (1 + ROUNDINGS_OF_NOISE * unit))
+    if quantizers:
+        yield Session(device, part).compute_arrays(given)
 
 
 def _outputs(model: ir.Model) -> list[ir.Value]:

@@ -100,21 +100,54 @@ def _expanded(
     if hidden_size and not isinstance(dims_of(r)[-1], int):
         r.shape = ir.Shape([len(ways), GATES[node.op_type] * hidden_size, hidden_size])
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
-    lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
-    weights = zip(*(_parts(op, v, len(ways)) for v in (w, r, b, p)), strict=True)
-    starts = [h, c] if node.op_type == "LSTM" else [h]
-    states = zip(*(_parts(op, v, len(ways), layout) for v in starts), strict=True)
-    functions = activations(node, len(ways))
     known: list[Value | None] = [None] * len(ways)
     if width(r) < LARGE:
         steps, rows, _ = dims_of(x)
         y = further_output(node, 0, dtype_of(x), ir.Shape([steps, len(ways), rows, width(r)]))
         known = _parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
+    outputs = steps_of(op, x, [w, r, b, p], lengths, [h, c], node, known, layout=layout)
+    if width(r) >= LARGE:
+        stand_in(node, outputs)
+    return outputs
+
+
+def steps_of(
+    op: Emitter,
+    x: Value,
+    weights: Sequence[Input],
+    lengths: Input,
+    starts: Sequence[Input],
+    node: Node,
+    known: Sequence[Input] = (None, None),
+    *,
+    layout: int = 0,
+    read: Activation | None = None,
+) -> list[Value]:
+    """Emit the Scans of a recurrent operator, and return its outputs.
+
+    Args:
+        x: the input [steps, rows, inputs].
+        weights: the weights of the input and of the state, the biases and the peepholes, of all directions.
+        lengths: the numbers of steps of the rows.
+        starts: the initial states.
+        node: the operator, for its type and its attributes.
+        known: the outputs of the operator itself for each direction; see `_run`.
+        layout: that of the initial states and of the outputs.
+        read: what the products of an LSTM read of a state in place of the state itself.
+    """
+    ways = DIRECTIONS[node.attributes.get_string("direction", "forward")]
+    lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
+    parts = zip(*(_parts(op, v, len(ways)) for v in weights), strict=True)
+    starts = starts if node.op_type == "LSTM" else starts[:1]
+    states = zip(*(_parts(op, v, len(ways), layout) for v in starts), strict=True)
+    functions = activations(node, len(ways))
     results = []
     for reverse, (wi, ri, bi, pi), initial, chosen, hs in zip(
-        ways, weights, states, functions, known, strict=True
+        ways, parts, states, functions, known[: len(ways)], strict=True
     ):
         gates, cell = prepared(op, node, x, wi, ri, bi, pi, chosen)
+        if read is not None:
+            cell = functools.partial(_reading, read, cell)
         shape = op.Concat(op.Shape(x, start=1, end=2), [width(ri)], axis=0)
         nothing = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(x)))
         start = [nothing if state is None else state for state in initial]
@@ -123,13 +156,14 @@ def _expanded(
         results.append(_run(op, cell, start, gates, hs, lengths, reverse))
     ys, *lasts = (list(values) for values in zip(*results, strict=True))
     y = stacked(op, ys, 1)
-    outputs = [
+    return [
         op.Transpose(y, perm=[2, 0, 1, 3]) if layout else y,
         *(stacked(op, last, layout) for last in lasts),
     ]
-    if width(r) >= LARGE:
-        stand_in(node, outputs)
-    return outputs
+
+
+def _reading(read: Activation, cell: Cell, op: Emitter, h: Value, *others: Value) -> list[Value]:
+    return cell(op, read(op, h), *others)
 
 
 def prepared(
