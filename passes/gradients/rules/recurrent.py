@@ -93,9 +93,7 @@ def _expanded(
 ) -> list[Value]:
     """Emit the outputs of a recurrent operator: Y, Y_h and, for an LSTM, Y_c."""
     b, lengths, h, c, p = (*optional, *[None] * 5)[:5]
-    if direction not in DIRECTIONS:
-        raise GraphoptError(f"expected a direction of {', '.join(DIRECTIONS)}, found {direction!r}")
-    ways = DIRECTIONS[direction]
+    ways = _ways(direction)
     hidden_size = node.attributes.get_int("hidden_size", 0)
     if hidden_size and not isinstance(dims_of(r)[-1], int):
         r.shape = ir.Shape([len(ways), GATES[node.op_type] * hidden_size, hidden_size])
@@ -109,6 +107,13 @@ def _expanded(
     if width(r) >= LARGE:
         stand_in(node, outputs)
     return outputs
+
+
+def _ways(direction: str | None) -> tuple[bool, ...]:
+    """Return for each direction whether it runs backwards."""
+    if direction not in DIRECTIONS:
+        raise GraphoptError(f"expected a direction of {', '.join(DIRECTIONS)}, found {direction!r}")
+    return DIRECTIONS[direction]
 
 
 def steps_of(
@@ -135,7 +140,7 @@ def steps_of(
         layout: that of the initial states and of the outputs.
         read: what the products of an LSTM read of a state in place of the state itself.
     """
-    ways = DIRECTIONS[node.attributes.get_string("direction", "forward")]
+    ways = _ways(node.attributes.get_string("direction", "forward"))
     lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
     parts = zip(*(_parts(op, v, len(ways)) for v in weights), strict=True)
     starts = starts if node.op_type == "LSTM" else starts[:1]
