@@ -210,38 +210,42 @@ def _following(op: Emitter, master: ir.Value, quantized: Quantized) -> tuple[ir.
     """
     node, dtype = quantized.node, quantized.integers.dtype
     scale, zero = given(node.inputs[1]), [*node.inputs, None][2]
-    if not FOLLOWS.is_set(node) or any(
-        x and not (x.is_initializer() and len(x.uses()) == 1) for x in (scale, zero)
-    ):
+    steps, points = constant_of(scale), 0 if zero is None else constant_of(zero)
+    if not FOLLOWS.is_set(node) or steps is None or points is None or not _is_own(scale):
         return None
-    steps, points = constant_of(scale), constant_of(zero)
     w, q = quantized.numbers, quantized.integers.numpy().astype(np.int64)
-    assert steps is not None
     axis = node.attributes.get_int("axis", 1) % w.ndim
     axes = tuple(i for i in range(w.ndim) if steps.size == 1 or i != axis)
-    q = q if points is None else q - broadcastable(node, points.astype(np.int64), q.shape)
-    is_symmetric = dtype is ir.DataType.INT8 and (points is None or not points.any()) and q.min() > -128
-    low, high = np.minimum(q.min(axes), 0), np.maximum(q.max(axes), 0)
+    q = q - broadcastable(node, np.array(points, np.int64), q.shape)
+    low, high = q.min(axes, initial=0), q.max(axes, initial=0)
+    is_symmetric = dtype is ir.DataType.INT8 and not np.any(points) and low.min() > -128
     levels = np.maximum(high, -low) if is_symmetric else high - low
-    if scale.dtype is not _WIDE or levels.min() < max(levels.max() - 1, _FEWEST):
+    if scale.dtype is not _WIDE or levels.min(initial=255) < max(levels.max(initial=0) - 1, _FEWEST):
+        return None
+    if not is_symmetric and (np.shape(points) != steps.shape or not _is_own(zero)):
         return None
     if is_symmetric:
         span, before = op.ReduceMax(op.Abs(master), [*axes], keepdims=0), np.abs(w).max(axes)
     else:
         least = op.Min(op.ReduceMin(master, [*axes], keepdims=0), 0.0)
         span = op.Max(op.ReduceMax(master, [*axes], keepdims=0), 0.0) - least
-        before = np.maximum(w.max(axes), 0) - np.minimum(w.min(axes), 0)
+        before = w.max(axes, initial=0) - w.min(axes, initial=0)
     grown = op.Max(span / op.constant(before), _LEAST) * op.constant(steps)
     new = STOP_GRADIENT.mark(STORED.mark(grown))
     STORED_AS.write(producer_of(new), name_of(scale))
-    if is_symmetric or points is None or zero is None:
+    if is_symmetric:
         return new, zero
-    first = points.astype(np.float32) + low.astype(np.float32)
+    first = np.float32(points + low)
     point = STORED.mark(
         op.Cast(op.Clip(op.Round(least / new) * -1.0 + op.constant(first), *_LIMITS[dtype]), to=dtype)
     )
-    STORED_AS.write(producer_of(point), name_of(zero))
+    STORED_AS.write(producer_of(point), name_of(given(zero)))
     return new, point
+
+
+def _is_own(x: Input) -> bool:
+    """Return whether one node alone reads an initializer."""
+    return x is not None and x.is_initializer() and len(x.uses()) == 1
 
 
 def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node, *by: Input) -> ir.Value:

@@ -98,7 +98,9 @@ def _compared(
     if any(node.op_type in DRAWING for node in nodes):
         raise GraphoptError("the file draws random numbers")
     if any(node.op_type == "DynamicQuantizeLSTM" for node in nodes):
-        raise GraphoptError("each thread of its DynamicQuantizeLSTM rounds the states of its own rows by their range")
+        raise GraphoptError(
+            "each thread of its DynamicQuantizeLSTM rounds the states of its own rows by their range"
+        )
     trains = {node.op_type for node in nodes if _is_in_training(node)}
     if "Dropout" in trains:
         raise GraphoptError("the file has Dropout in training mode, which draws random numbers")
