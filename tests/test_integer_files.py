@@ -348,6 +348,29 @@ def test_large_weights_of_4_bits_come_back() -> None:
     np.testing.assert_array_equal(found, own.predict(x=x)["y"])
 
 
+def test_what_a_runtime_may_round_is_no_disagreement() -> None:
+    """ONNX Runtime rounds the input to 8 bits at accuracy_level=4, which builders for CPUs write."""
+    rng = np.random.default_rng(0)
+    proto = parsed(
+        """g (float[N,64] x) => (float[N,5] y) {
+        y = com.microsoft.MatMulNBits<K = 64, N = 5, bits = 4, block_size = 32, accuracy_level = 4>(x, b, s) }""",
+        {
+            "b": rng.integers(0, 256, (5, 2, 16)).astype(np.uint8),
+            "s": rng.uniform(0.01, 0.1, 10).astype(np.float32),
+        },
+    )
+    step = graphopt.compile(
+        proto,
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.01),
+        parameters=passes.Parameters(unfreeze="b"),
+    )
+    own, target = graphopt.Executor(step, threads=1, native=False, verify=True), batch()[1]
+    x = rng.standard_normal((16, 64)).astype(np.float32)
+    losses = [own.step(x=x, target=target)["loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
 def test_scales_of_whole_numbers_in_floats_do_not_train() -> None:
     """torchao's Int8WeightOnlyConfig is exported so: integers in float32, and their scales as a recorded parameter."""
 

@@ -101,6 +101,10 @@ def _compared(
         raise GraphoptError(
             "each thread of its DynamicQuantizeLSTM rounds the states of its own rows by their range"
         )
+    if any(x.name == "accuracy_level" and x.i > 1 for node in nodes for x in node.attribute):
+        raise GraphoptError(
+            "its accuracy_level lets the runtime round what it multiplies by weights in few bits"
+        )
     trains = {node.op_type for node in nodes if _is_in_training(node)}
     if "Dropout" in trains:
         raise GraphoptError("the file has Dropout in training mode, which draws random numbers")
