@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import json
+import sys
+from pathlib import Path
 
 import messages
 import numpy as np
@@ -17,7 +20,7 @@ from steps import outputs
 
 import graphopt
 import passes
-from graphopt import models
+from graphopt import cli, models
 from graphopt.graph import inference
 from graphopt.inspection.report import report
 from graphopt.inspection.sensitivity import sensitivity
@@ -309,6 +312,61 @@ def test_the_file_is_exact_with_other_passes(steps):
     executor, rows = trained("cnn", steps=COMPOSED[steps])
     expected = run(simulated(executor), rows, optimize=False)
     np.testing.assert_array_equal(run(executor.trained(), rows, optimize=False), expected)
+
+
+ADAPTED = {
+    "int8": ({}, "ema"),
+    "int4 in blocks": OPTIONS["int4 in blocks"],
+    "norms beside learnt scales": ({}, "lsq"),
+}
+
+
+@pytest.mark.parametrize("options", ADAPTED)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
+def test_adapters_train_beside_rounded_weights_and_stay_operators(name, options, tmp_path):
+    chosen, observer = ADAPTED[options]
+    lora = passes.LoRA(None if name == "mlp" else "*w*", rank=2, alpha=2, dora=options.startswith("norms"))
+    executor, rows = trained(name, observer, {"adapter": lora}, count=0, **chosen)
+    base = initializers(executor.trained())
+    target = np.tanh(RNG.standard_normal((len(rows), *NETWORKS[name][2]))).astype(np.float32)
+    losses = [float(executor.step(x=rows, target=target)["loss"]) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    proto = executor.trained()
+    onnx.checker.check_model(proto, full_check=True)
+    whole = {key: x for key, x in initializers(proto).items() if x.dtype.kind != "f"}
+    assert whole and all(np.array_equal(base[key], x) for key, x in whole.items() if x.ndim > 1)
+    expected = run(inference.trained(executor.model, executor.state, as_stored=False, adapters="kept"), rows, optimize=False)
+    np.testing.assert_array_equal(run(proto, rows, optimize=False), expected)
+    np.testing.assert_allclose(executor.predict(x=rows)["y"], expected, atol=1e-5)
+    if name == "mlp" and options == "int8":
+        assert kernels(proto, tmp_path)["QGemm"] == 3
+
+
+def test_the_float_model_beside_adapters_has_them_merged():
+    executor, _ = trained("mlp", steps={"adapter": passes.LoRA("fc0.weight", rank=2, alpha=2)})
+    floats = initializers(executor.trained(quantized=False))
+    before = initializers(mlp((6, 16, 8, 3), "Relu"))
+    down, up = (executor.state[f"fc0.weight.lora_{x}"] for x in "AB")
+    np.testing.assert_allclose(floats["fc0.weight"], before["fc0.weight"] + (down @ up).T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(floats["fc1.weight"], before["fc1.weight"])
+
+
+def test_the_command_writes_a_calibrated_file_without_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    onnx.save(mlp((6, 16, 3), "Relu"), "my.onnx")
+    labels = T.argmax(1)
+    np.savez("rows.npz", x=X, target=labels)
+    given = ["my.onnx", "data=npz", "data.path=rows.npz", "fit.epochs=0", "fit.shuffle=false", "schedule=cosine"]
+    assert cli.main([*given, "quantize=int8", "folder=out"]) == 0
+    (record,) = (json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines())
+    y = run(onnx.load("out/trained.onnx"), X[-10:], optimize=False)
+    assert record["accuracy"] == pytest.approx((y.argmax(1) == labels[-10:]).mean())
+    found = initializers(onnx.load("out/trained.onnx"))
+    assert found["fc0.weight"].dtype == np.int8
+    assert found["x.scale"] == pytest.approx((max(X[:-10].max(), 0) - min(X[:-10].min(), 0)) / 255)
+    assert cli.main([*given, "quantize=none,int8", "folder=both", "-m"]) == 0
+    assert [json.loads(Path(f"both/{i}/result.json").read_text())["epoch"] for i in range(2)] == [0, 0]
 
 
 def test_a_distilled_file_is_exact(tmp_path):

@@ -62,7 +62,7 @@ class Adaptation:
         """Return the number of outputs of the product, of which the adapter may change some."""
         if self.note.columns is None:
             return self.b.shape[self.kind.axes[2]]
-        if self.note.quantized:
+        if not is_floating(self.weight):
             return outputs_of(self.weight)
         dims = [*self.weight.shape.numpy()] if self.weight.shape is not None else []
         return shape_after(self.note.moves, dims)[-1]

@@ -99,7 +99,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
             return math.inf
         run = files.run
         final = run.restored or run.records[-1]
-        value = float(final["validation_loss" if "validation_loss" in final else "loss"])
+        value = float(final.get("validation_loss", final.get("loss", math.nan)))
         write_result(folder, value, final["epoch"])
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
@@ -234,7 +234,7 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
     if is_complete:
         what = f"the run has its {counted(run.epochs, 'epoch')}; a larger fit.epochs continues it"
         say(console, "complete", f"nothing to train: {what}")
-    else:
+    elif last["step"]:
         say(
             console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}"
         )
