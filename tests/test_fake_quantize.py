@@ -296,6 +296,37 @@ def test_learnt_scales_have_pytorchs_gradients():
     np.testing.assert_allclose(moved, -0.05 * scale.grad.numpy()[0] * (high - low) / 255, rtol=1e-3)
 
 
+def test_learnt_scales_have_a_free_name():
+    proto = model(
+        "g (float[N,6] x) => (float[N,3] y) { h = MatMul(x, w) r = Mul(h, 'x.scale') y = MatMul(r, v) }".replace("'", '"'),
+        **{"w": normal(6, 8), "x.scale": normal(8), "v": normal(8, 3)},
+    )
+    executor = executor_of(proto, X, T, "lsq")
+    assert {"x.scale", "x.scale.1"} <= executor.parameters.keys()
+    executor.step(x=X, target=T)
+    found = executor.trained()
+    np.testing.assert_array_equal(run(found, X, optimize=False), run(simulated(executor), X, optimize=False))
+    assert initializers(found)["x.scale"].shape == (8,)
+
+
+@pytest.mark.parametrize("training", [passes.TrainingMode(), None])
+def test_what_a_dropout_passes_is_rounded_once(training, tmp_path):
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,3] y) { c = Conv(x, w, b) r = Relu(c) half = Constant<value=float {0.5}>()
+            d = Dropout(r, half) e = Conv(d, v) f = Relu(e) p = GlobalAveragePool(f) g = Flatten(p) h = Dropout(g, half)
+            y = Gemm(h, u, a) }""",
+        **{"w": normal(4, 3, 3, 3), "b": normal(4), "v": normal(5, 4, 3, 3), "u": normal(5, 3), "a": normal(3)},
+    )
+    executor = executor_of(proto, IMAGES, T[:24], steps={"training": training})
+    executor.step(x=IMAGES, target=T[:24])
+    found = executor.trained()
+    assert collections.Counter(node.op_type for node in found.graph.node)["QuantizeLinear"] == 5
+    expected = run(simulated(executor), IMAGES, optimize=False)
+    np.testing.assert_array_equal(run(found, IMAGES, optimize=False), expected)
+    counts = kernels(found, tmp_path)
+    assert (counts["QLinearConv"], counts["QGemm"], counts["Conv"], counts["Gemm"]) == (2, 1, 0, 0)
+
+
 COMPOSED = {
     "accumulated": {"accumulate": passes.Accumulate(2)},
     "recomputed": {"recompute": passes.Recompute()},

@@ -285,7 +285,7 @@ class _Writer:
         """Make a product read its weight, and its bias, as integers stand for them."""
         node, w, op, options = product.node, product.read, self._op, self._options
         x = node.inputs[0]
-        scale_of_x = None if x is None else self._scales.get(x)
+        scale_of_x = None if x is None else self._scales.get(placement.undropped(x))
         blocked = product.blocked_axis if options.block else None
         sizes = _sizes(w)
         limit = options.weight_range or LIMITS[options.weights]
