@@ -298,7 +298,9 @@ def test_learnt_scales_have_pytorchs_gradients():
 
 def test_learnt_scales_have_a_free_name():
     proto = model(
-        "g (float[N,6] x) => (float[N,3] y) { h = MatMul(x, w) r = Mul(h, 'x.scale') y = MatMul(r, v) }".replace("'", '"'),
+        "g (float[N,6] x) => (float[N,3] y) { h = MatMul(x, w) r = Mul(h, 'x.scale') y = MatMul(r, v) }".replace(
+            "'", '"'
+        ),
         **{"w": normal(6, 8), "x.scale": normal(8), "v": normal(8, 3)},
     )
     executor = executor_of(proto, X, T, "lsq")
@@ -315,7 +317,13 @@ def test_what_a_dropout_passes_is_rounded_once(training, tmp_path):
         """g (float[N,3,8,8] x) => (float[N,3] y) { c = Conv(x, w, b) r = Relu(c) half = Constant<value=float {0.5}>()
             d = Dropout(r, half) e = Conv(d, v) f = Relu(e) p = GlobalAveragePool(f) g = Flatten(p) h = Dropout(g, half)
             y = Gemm(h, u, a) }""",
-        **{"w": normal(4, 3, 3, 3), "b": normal(4), "v": normal(5, 4, 3, 3), "u": normal(5, 3), "a": normal(3)},
+        **{
+            "w": normal(4, 3, 3, 3),
+            "b": normal(4),
+            "v": normal(5, 4, 3, 3),
+            "u": normal(5, 3),
+            "a": normal(3),
+        },
     )
     executor = executor_of(proto, IMAGES, T[:24], steps={"training": training})
     executor.step(x=IMAGES, target=T[:24])
@@ -366,7 +374,11 @@ def test_adapters_train_beside_rounded_weights_and_stay_operators(name, options,
     onnx.checker.check_model(proto, full_check=True)
     whole = {key: x for key, x in initializers(proto).items() if x.dtype.kind != "f"}
     assert whole and all(np.array_equal(base[key], x) for key, x in whole.items() if x.ndim > 1)
-    expected = run(inference.trained(executor.model, executor.state, as_stored=False, adapters="kept"), rows, optimize=False)
+    expected = run(
+        inference.trained(executor.model, executor.state, as_stored=False, adapters="kept"),
+        rows,
+        optimize=False,
+    )
     np.testing.assert_array_equal(run(proto, rows, optimize=False), expected)
     np.testing.assert_allclose(executor.predict(x=rows)["y"], expected, atol=1e-5)
     if name == "mlp" and options == "int8":
@@ -378,7 +390,9 @@ def test_the_float_model_beside_adapters_has_them_merged():
     floats = initializers(executor.trained(quantized=False))
     before = initializers(mlp((6, 16, 8, 3), "Relu"))
     down, up = (executor.state[f"fc0.weight.lora_{x}"] for x in "AB")
-    np.testing.assert_allclose(floats["fc0.weight"], before["fc0.weight"] + (down @ up).T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        floats["fc0.weight"], before["fc0.weight"] + (down @ up).T, rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_array_equal(floats["fc1.weight"], before["fc1.weight"])
 
 
@@ -388,7 +402,14 @@ def test_the_command_writes_a_calibrated_file_without_training(tmp_path, monkeyp
     onnx.save(mlp((6, 16, 3), "Relu"), "my.onnx")
     labels = T.argmax(1)
     np.savez("rows.npz", x=X, target=labels)
-    given = ["my.onnx", "data=npz", "data.path=rows.npz", "fit.epochs=0", "fit.shuffle=false", "schedule=cosine"]
+    given = [
+        "my.onnx",
+        "data=npz",
+        "data.path=rows.npz",
+        "fit.epochs=0",
+        "fit.shuffle=false",
+        "schedule=cosine",
+    ]
     assert cli.main([*given, "quantize=int8", "folder=out"]) == 0
     (record,) = (json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines())
     y = run(onnx.load("out/trained.onnx"), X[-10:], optimize=False)

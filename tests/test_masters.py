@@ -388,8 +388,10 @@ def test_a_quantized_convolution_before_a_pool_opens_and_learns():
 
 
 WHOLE = {  # as torchao's Int8WeightOnlyConfig is exported, and with the scale on the weight itself
-    "of outputs": "h = MatMul(x, w) m = Mul(h, s) a = Add(m, b) r = Relu(a) i = MatMul(r, v) n = Mul(i, t) y = Add(n, c)",
-    "of weights": "p = Mul(w, s) h = MatMul(x, p) a = Add(h, b) r = Relu(a) q = Mul(t, v) i = MatMul(r, q) y = Add(i, c)",
+    "of outputs": "h = MatMul(x, w) m = Mul(h, s) a = Add(m, b) r = Relu(a)"
+    " i = MatMul(r, v) n = Mul(i, t) y = Add(n, c)",
+    "of weights": "p = Mul(w, s) h = MatMul(x, p) a = Add(h, b) r = Relu(a)"
+    " q = Mul(t, v) i = MatMul(r, q) y = Add(i, c)",
 }
 
 
@@ -403,7 +405,9 @@ def test_whole_numbers_in_floats_behind_a_scale_train_as_pytorchs_fake_quantizat
     weights = {name: x.astype(np.float32) for name, x in weights.items()}
     proto = model(f"g (float[N,6] x) => (float[N,3] y) {{ {nodes} }}", **weights)
     executor = graphopt.Executor(
-        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)), threads=1, native=False
+        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)),
+        threads=1,
+        native=False,
     )
     assert set(executor.parameters) == {"w", "v", "b", "c"}
     before = initializers(executor.trained())

@@ -14,7 +14,7 @@ from graphopt.graph.merging import Adapted, adapted, merged
 from graphopt.graph.metadata import STORED, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.state import averages_read, initial
-from graphopt.graph.values import name_of
+from graphopt.graph.values import is_floating, name_of
 from graphopt.graph.weight_kinds import TRANSPOSED_CONVOLUTION, WeightKind, moved, shape_after
 
 LORA_A, LORA_B, LORA_FACTOR = "lora_A", "lora_B", "lora_factor"  # of slots and adapter files

@@ -49,8 +49,8 @@ class FakeQuantize(Pass):
     block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
     biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et
     al. 2018, https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model in integers, and
-    `trained(quantized=False)` in floats. Adapters such as `LoRA` change the output of the rounded product; in integers, they
-    stay operators, and in floats, they are merged. Activations are rounded where ONNX Runtime then computes on integers.
+    `trained(quantized=False)` in floats. Activations are rounded where ONNX Runtime then computes on integers. Adapters
+    such as `LoRA` change the output of the rounded product: in integers they stay operators, in floats they are merged.
 
     Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
     the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
