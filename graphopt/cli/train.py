@@ -99,7 +99,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
             return math.inf
         run = files.run
         final = run.restored or run.records[-1]
-        value = float(final.get("validation_loss", final.get("loss", math.nan)))
+        value = next((float(final[x]) for x in ("validation_loss", "loss") if x in final), math.nan)
         write_result(folder, value, final["epoch"])
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
