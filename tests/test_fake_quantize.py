@@ -421,6 +421,33 @@ def test_the_command_writes_a_calibrated_file_without_training(tmp_path, monkeyp
     assert [json.loads(Path(f"both/{i}/result.json").read_text())["epoch"] for i in range(2)] == [0, 0]
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int8_lsq"])
+def test_evaluation_of_a_run_is_that_of_its_file(quantize, tmp_path, monkeypatch):
+    """Ranges that have moved, and scales that have trained, are not in trained.onnx as they train."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    onnx.save(mlp((6, 16, 3), "Relu"), "my.onnx")
+    np.savez("rows.npz", x=X, target=np.tanh(T))
+    given = [
+        "my.onnx",
+        "data=npz",
+        "data.path=rows.npz",
+        "fit.epochs=2",
+        "fit.shuffle=false",
+        "fit.export=last",
+    ]
+    given += ["optimizer.learning_rate=0.05", "loss=mean_squared_error", "folder=out", f"quantize={quantize}"]
+    assert cli.main([*given, "quantize.momentum=0.5"]) == 0
+    record = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    assert cli.main(["evaluate", "out"]) == 0
+    assert json.loads(Path("out/metrics.json").read_text())["loss"] == pytest.approx(
+        record["validation_loss"]
+    )
+    y = run(onnx.load("out/trained.onnx"), X[-10:], optimize=False)
+    assert np.square(y - np.tanh(T[-10:])).mean() == pytest.approx(record["validation_loss"], rel=1e-4)
+
+
 def test_a_distilled_file_is_exact(tmp_path):
     teacher = str(tmp_path / "teacher.onnx")
     graphopt.save(models.cnn((3, 8, 8), 3, channels=(8,), seed=1), teacher)

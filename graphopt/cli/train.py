@@ -29,6 +29,7 @@ from graphopt.cli.run_folder import (
     MODEL,
     REPORT,
     RESULT,
+    STATE_FILE,
     STEP,
     locked,
     result,
@@ -103,7 +104,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
         write_result(folder, value, final["epoch"])
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
-    models = [name for name in (MODEL, *ADAPTER_FILES) if (folder / name).exists()]
+    models = [name for name in (MODEL, *ADAPTER_FILES, STATE_FILE) if (folder / name).exists()]
     written = f"{REPORT}, {STEP}, {', '.join(models)}, {METRICS_FILE}, {CONFIG}{checkpoints}"
     say(console, "written", f"{folder}: {written}")
     return value
