@@ -441,7 +441,7 @@ def test_the_report_names_integers_that_stay_as_they_are():
             m = ReduceMax<keepdims=0>(x) u = DequantizeLinear(q, m) v = DequantizeLinear(r, zero)
             one = DequantizeLinear(p, s) two = DequantizeLinear(p, t) sum = Add(one, two) a = Add(u, v) b = Add(a, sum)
             w = DequantizeLinear(o, s) c = Add(w, b) y = MatMul(x, c) }""",
-        **{"zero": np.float32(0), "s": np.float32(0.1), "t": np.float32(0.2)},
+        **{"zero": np.zeros(()), "s": np.array(0.1), "t": np.array(0.2)},
     )
     for name in "qrpo":
         whole = numpy_helper.from_array(RNG.integers(-9, 9, (6, 3)).astype(np.int8), name)
