@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* These keep NaN, as the runtime's Max, Min and Clip do. GCC vectorizes reductions by them, not by `||` of both conditions. */
+/* These keep NaN, as the runtime's Max, Min and Clip do. GCC does not vectorize a Relu's extremes with `||`. */
 #define MAXIMUM(a, b) ((b) != (b) ? (b) : (b) > (a) ? (b) : (a))
 #define MINIMUM(a, b) ((b) != (b) ? (b) : (b) < (a) ? (b) : (a))
 #define CLAMP(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
