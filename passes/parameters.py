@@ -123,7 +123,8 @@ class Parameters(Pass):
     4. its use in the graph: running statistics, initial values of scatters and recurrences, bounds, the values of
        OneHot, the unit scale of a normalization, integers behind a scale; and its numbers: masks, tables of sines and
        cosines, frequencies, statistics of the model's input. A single number in arithmetic is a literal, unless the
-       exporter calls it a parameter;
+       exporter calls it a parameter. Whole numbers in floats whose outputs have a scale are a quantized weight: they
+       train, are rounded, and return;
     5. otherwise it is a parameter if a gradient flows to it from an output.
 
     Beside adapters, such as `passes.LoRA`, only their weights train, and those that `unfreeze` names.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import json
+import sys
+from pathlib import Path
 
 import messages
 import numpy as np
@@ -17,7 +20,7 @@ from steps import outputs
 
 import graphopt
 import passes
-from graphopt import models
+from graphopt import cli, models
 from graphopt.graph import inference
 from graphopt.inspection.report import report
 from graphopt.inspection.sensitivity import sensitivity
@@ -293,6 +296,45 @@ def test_learnt_scales_have_pytorchs_gradients():
     np.testing.assert_allclose(moved, -0.05 * scale.grad.numpy()[0] * (high - low) / 255, rtol=1e-3)
 
 
+def test_learnt_scales_have_a_free_name():
+    proto = model(
+        "g (float[N,6] x) => (float[N,3] y) { h = MatMul(x, w) r = Mul(h, 'x.scale') y = MatMul(r, v) }".replace(
+            "'", '"'
+        ),
+        **{"w": normal(6, 8), "x.scale": normal(8), "v": normal(8, 3)},
+    )
+    executor = executor_of(proto, X, T, "lsq")
+    assert {"x.scale", "x.scale.1"} <= executor.parameters.keys()
+    executor.step(x=X, target=T)
+    found = executor.trained()
+    np.testing.assert_array_equal(run(found, X, optimize=False), run(simulated(executor), X, optimize=False))
+    assert initializers(found)["x.scale"].shape == (8,)
+
+
+@pytest.mark.parametrize("training", [passes.TrainingMode(), None])
+def test_what_a_dropout_passes_is_rounded_once(training, tmp_path):
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,3] y) { c = Conv(x, w, b) r = Relu(c) half = Constant<value=float {0.5}>()
+            d = Dropout(r, half) e = Conv(d, v) f = Relu(e) p = GlobalAveragePool(f) g = Flatten(p) h = Dropout(g, half)
+            y = Gemm(h, u, a) }""",
+        **{
+            "w": normal(4, 3, 3, 3),
+            "b": normal(4),
+            "v": normal(5, 4, 3, 3),
+            "u": normal(5, 3),
+            "a": normal(3),
+        },
+    )
+    executor = executor_of(proto, IMAGES, T[:24], steps={"training": training})
+    executor.step(x=IMAGES, target=T[:24])
+    found = executor.trained()
+    assert collections.Counter(node.op_type for node in found.graph.node)["QuantizeLinear"] == 5
+    expected = run(simulated(executor), IMAGES, optimize=False)
+    np.testing.assert_array_equal(run(found, IMAGES, optimize=False), expected)
+    counts = kernels(found, tmp_path)
+    assert (counts["QLinearConv"], counts["QGemm"], counts["Conv"], counts["Gemm"]) == (2, 1, 0, 0)
+
+
 COMPOSED = {
     "accumulated": {"accumulate": passes.Accumulate(2)},
     "recomputed": {"recompute": passes.Recompute()},
@@ -309,6 +351,101 @@ def test_the_file_is_exact_with_other_passes(steps):
     executor, rows = trained("cnn", steps=COMPOSED[steps])
     expected = run(simulated(executor), rows, optimize=False)
     np.testing.assert_array_equal(run(executor.trained(), rows, optimize=False), expected)
+
+
+ADAPTED = {
+    "int8": ({}, "ema"),
+    "int4 in blocks": OPTIONS["int4 in blocks"],
+    "norms beside learnt scales": ({}, "lsq"),
+}
+
+
+@pytest.mark.parametrize("options", ADAPTED)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
+def test_adapters_train_beside_rounded_weights_and_stay_operators(name, options, tmp_path):
+    chosen, observer = ADAPTED[options]
+    lora = passes.LoRA(None if name == "mlp" else "*w*", rank=2, alpha=2, dora=options.startswith("norms"))
+    executor, rows = trained(name, observer, {"adapter": lora}, count=0, **chosen)
+    base = initializers(executor.trained())
+    target = np.tanh(RNG.standard_normal((len(rows), *NETWORKS[name][2]))).astype(np.float32)
+    losses = [float(executor.step(x=rows, target=target)["loss"]) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    proto = executor.trained()
+    onnx.checker.check_model(proto, full_check=True)
+    whole = {key: x for key, x in initializers(proto).items() if x.dtype.kind != "f"}
+    assert whole and all(np.array_equal(base[key], x) for key, x in whole.items() if x.ndim > 1)
+    expected = run(
+        inference.trained(executor.model, executor.state, as_stored=False, adapters="kept"),
+        rows,
+        optimize=False,
+    )
+    np.testing.assert_array_equal(run(proto, rows, optimize=False), expected)
+    np.testing.assert_allclose(executor.predict(x=rows)["y"], expected, atol=1e-5)
+    if name == "mlp" and options == "int8":
+        assert kernels(proto, tmp_path)["QGemm"] == 3
+
+
+def test_the_float_model_beside_adapters_has_them_merged():
+    executor, _ = trained("mlp", steps={"adapter": passes.LoRA("fc0.weight", rank=2, alpha=2)})
+    floats = initializers(executor.trained(quantized=False))
+    before = initializers(mlp((6, 16, 8, 3), "Relu"))
+    down, up = (executor.state[f"fc0.weight.lora_{x}"] for x in "AB")
+    np.testing.assert_allclose(
+        floats["fc0.weight"], before["fc0.weight"] + (down @ up).T, rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_array_equal(floats["fc1.weight"], before["fc1.weight"])
+
+
+def test_the_command_writes_a_calibrated_file_without_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    onnx.save(mlp((6, 16, 3), "Relu"), "my.onnx")
+    labels = T.argmax(1)
+    np.savez("rows.npz", x=X, target=labels)
+    given = [
+        "my.onnx",
+        "data=npz",
+        "data.path=rows.npz",
+        "fit.epochs=0",
+        "fit.shuffle=false",
+        "schedule=cosine",
+    ]
+    assert cli.main([*given, "quantize=int8", "folder=out"]) == 0
+    (record,) = (json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines())
+    y = run(onnx.load("out/trained.onnx"), X[-10:], optimize=False)
+    assert record["accuracy"] == pytest.approx((y.argmax(1) == labels[-10:]).mean())
+    found = initializers(onnx.load("out/trained.onnx"))
+    assert found["fc0.weight"].dtype == np.int8
+    assert found["x.scale"] == pytest.approx((max(X[:-10].max(), 0) - min(X[:-10].min(), 0)) / 255)
+    assert cli.main([*given, "quantize=none,int8", "folder=both", "-m"]) == 0
+    assert [json.loads(Path(f"both/{i}/result.json").read_text())["epoch"] for i in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int8_lsq"])
+def test_evaluation_of_a_run_is_that_of_its_file(quantize, tmp_path, monkeypatch):
+    """Ranges that have moved, and scales that have trained, are not in trained.onnx as they train."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    onnx.save(mlp((6, 16, 3), "Relu"), "my.onnx")
+    np.savez("rows.npz", x=X, target=np.tanh(T))
+    given = [
+        "my.onnx",
+        "data=npz",
+        "data.path=rows.npz",
+        "fit.epochs=2",
+        "fit.shuffle=false",
+        "fit.export=last",
+    ]
+    given += ["optimizer.learning_rate=0.05", "loss=mean_squared_error", "folder=out", f"quantize={quantize}"]
+    assert cli.main([*given, "quantize.momentum=0.5"]) == 0
+    record = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
+    monkeypatch.setattr(sys, "argv", ["graphopt"])
+    assert cli.main(["evaluate", "out"]) == 0
+    assert json.loads(Path("out/metrics.json").read_text())["loss"] == pytest.approx(
+        record["validation_loss"]
+    )
+    y = run(onnx.load("out/trained.onnx"), X[-10:], optimize=False)
+    assert np.square(y - np.tanh(T[-10:])).mean() == pytest.approx(record["validation_loss"], rel=1e-4)
 
 
 def test_a_distilled_file_is_exact(tmp_path):

@@ -135,7 +135,7 @@ def test_the_rate_of_a_schedule_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"epochs": 0}, r"^fit\(epochs=0\): expected a whole number in \[1, inf\), found 0"),
+        ({"epochs": -1}, r"^fit\(epochs=-1\): expected a whole number in \[0, inf\), found -1"),
         ({"batch_size": 0}, r"^fit\(batch_size=0\): expected a whole number in \[1, inf\), found 0"),
         ({"validation": 1.0}, "^validation: expected a share"),
         ({"validation": 0.999}, "that leaves rows to train on"),

@@ -16,6 +16,7 @@ from steps import outputs
 import graphopt
 import passes
 from graphopt.graph.roles import Role, with_role
+from graphopt.inspection.report import report
 
 RNG = np.random.default_rng(4)
 X = RNG.standard_normal((16, 6)).astype(np.float32)
@@ -384,3 +385,73 @@ def test_a_quantized_convolution_before_a_pool_opens_and_learns():
     np.testing.assert_allclose(
         as_written(executor.trained(), x), executor.predict(x=x)["y"], rtol=1e-4, atol=1e-5
     )
+
+
+WHOLE = {  # as torchao's Int8WeightOnlyConfig is exported, and with the scale on the weight itself
+    "of outputs": "h = MatMul(x, w) m = Mul(h, s) a = Add(m, b) r = Relu(a)"
+    " i = MatMul(r, v) n = Mul(i, t) y = Add(n, c)",
+    "of weights": "p = Mul(w, s) h = MatMul(x, p) a = Add(h, b) r = Relu(a)"
+    " q = Mul(t, v) i = MatMul(r, q) y = Add(i, c)",
+}
+
+
+@pytest.mark.filterwarnings("ignore:the model file does not say")
+@pytest.mark.parametrize("nodes", WHOLE.values(), ids=WHOLE)
+def test_whole_numbers_in_floats_behind_a_scale_train_as_pytorchs_fake_quantization(nodes):
+    """Their scales are constants, and whole numbers return."""
+    weights = {"w": RNG.integers(-128, 128, (6, 8)), "v": RNG.integers(-128, 128, (8, 3))}
+    weights |= {"s": RNG.uniform(1e-3, 4e-3, 8), "t": RNG.uniform(1e-3, 4e-3, (1, 3))}
+    weights |= {"b": RNG.standard_normal(8), "c": RNG.standard_normal(3)}
+    weights = {name: x.astype(np.float32) for name, x in weights.items()}
+    proto = model(f"g (float[N,6] x) => (float[N,3] y) {{ {nodes} }}", **weights)
+    executor = graphopt.Executor(
+        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)),
+        threads=1,
+        native=False,
+    )
+    assert set(executor.parameters) == {"w", "v", "b", "c"}
+    before = initializers(executor.trained())
+    assert all(np.array_equal(x, before[name]) for name, x in initializers(proto).items())
+    own = {name: torch.tensor(x) for name, x in weights.items()}
+    masters = [own[w] * own[s] for w, s in (("w", "s"), ("v", "t"))]
+    trained = [x.requires_grad_() for x in (*masters, own["b"], own["c"])]
+    descent = torch.optim.SGD(trained, 0.1)
+    for _ in range(8):
+        w, v = (
+            torch.fake_quantize_per_channel_affine(m, own[s].ravel(), torch.zeros(m.shape[1]), 1, -128, 127)
+            for m, s in zip(masters, "st", strict=True)
+        )
+        y = torch.relu(torch.tensor(X) @ w + own["b"]) @ v + own["c"]
+        loss = torch.nn.functional.mse_loss(y, torch.tensor(T))
+        descent.zero_grad()
+        loss.backward()
+        descent.step()
+        assert float(executor.step(x=X, target=T)["loss"]) == pytest.approx(loss.item(), rel=1e-6)
+    found = executor.trained()
+    assert initializers(found).keys() == initializers(proto).keys()
+    for name, x in initializers(found).items():
+        assert name not in "wv" or ((x % 1 == 0).all() and not np.array_equal(x, before[name]))
+        assert name not in "st" or np.array_equal(x, before[name])
+    np.testing.assert_allclose(as_written(found), executor.predict(x=X)["y"], rtol=1e-5, atol=1e-6)
+
+
+def test_the_report_names_integers_that_stay_as_they_are():
+    proto = model(
+        """g (float[N,6] x) => (float[N,3] y) {
+            m = ReduceMax<keepdims=0>(x) u = DequantizeLinear(q, m) v = DequantizeLinear(r, zero)
+            one = DequantizeLinear(p, s) two = DequantizeLinear(p, t) sum = Add(one, two) a = Add(u, v) b = Add(a, sum)
+            w = DequantizeLinear(o, s) c = Add(w, b) y = MatMul(x, c) }""",
+        **{"zero": np.zeros(()), "s": np.array(0.1), "t": np.array(0.2)},
+    )
+    for name in "qrpo":
+        whole = numpy_helper.from_array(RNG.integers(-9, 9, (6, 3)).astype(np.int8), name)
+        proto.graph.initializer.append(whole)
+    pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    lines = report(proto, pipeline).summary().splitlines()
+    start = lines.index("integers   3 tensors of the file stay as they are")
+    assert [" ".join(line.split()) for line in lines[start + 1 : start + 4]] == [
+        "q its scale is computed",
+        "r its scale is 0 or not finite",
+        "p nodes read it in several ways",
+    ]
+    assert set(graphopt.Executor(pipeline(proto), threads=1, native=False).parameters) == {"o"}

@@ -14,7 +14,7 @@ from graphopt.graph.merging import Adapted, adapted, merged
 from graphopt.graph.metadata import STORED, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.state import averages_read, initial
-from graphopt.graph.values import name_of
+from graphopt.graph.values import is_floating, name_of
 from graphopt.graph.weight_kinds import TRANSPOSED_CONVOLUTION, WeightKind, moved, shape_after
 
 LORA_A, LORA_B, LORA_FACTOR = "lora_A", "lora_B", "lora_factor"  # of slots and adapter files
@@ -62,7 +62,7 @@ class Adaptation:
         """Return the number of outputs of the product, of which the adapter may change some."""
         if self.note.columns is None:
             return self.b.shape[self.kind.axes[2]]
-        if self.note.quantized:
+        if not is_floating(self.weight):
             return outputs_of(self.weight)
         dims = [*self.weight.shape.numpy()] if self.weight.shape is not None else []
         return shape_after(self.note.moves, dims)[-1]

@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
-from graphopt.graph.metadata import Origin
+from graphopt.graph.metadata import FAKE, InferenceForm, Origin
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.postprocessing import DEQUANTIZE
@@ -54,7 +54,11 @@ class WeightSource:
 def source_of(x: Value | None) -> WeightSource | None:
     """Return what a weight comes from: an initializer, in another layout or not; None for computed values."""
     moves: list[tuple[str, tuple[int, ...]]] = []
+    rounded = False  # by FakeQuantize
     while x is not None and (node := x.producer()) is not None and node.domain == "":
+        if _rounds(node):
+            x, rounded = node.inputs[0], True
+            continue
         if node.op_type == DEQUANTIZE and node.inputs[0] is not None and node.inputs[0].is_initializer():
             return WeightSource(node.inputs[0], quantized=True)
         if node.op_type == "Gather":  # of numbers in a table, whose places are the weight
@@ -73,7 +77,16 @@ def source_of(x: Value | None) -> WeightSource | None:
             return source if source is not None and source.quantized else None
     if x is None or not x.is_initializer() or x.is_graph_input() or not is_floating(x) or not is_static(x):
         return None
-    return WeightSource(x, tuple(moves[::-1]))
+    return WeightSource(x, tuple(moves[::-1]), rounded)
+
+
+def _rounds(node: ir.Node) -> bool:
+    """Return whether a node rounds a weight to integers or back, or passes the gradient around such nodes."""
+    if FAKE.is_set(node):
+        return True
+    form = InferenceForm.read(node.outputs[0]) if node.op_type == "Add" else None
+    before = None if form is None or form.same_as != 0 else given(node.inputs[0]).producer()
+    return before is not None and FAKE.is_set(before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ from graphopt.training.checkpoints import find
 
 METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
 STEP, MODEL, REPORT = "step.onnx", "trained.onnx", "report.html"
+STATE_FILE = "state.safetensors"  # what trains in floats and trained.onnx has in integers
 ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 LOCK, LOG = ".lock", "graphopt.log"
 # Fields that a run has from its command line only
@@ -44,7 +45,7 @@ OF_COMMAND_LINE = (
 )
 OWN_FILES = (
     *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, STEP, MODEL, REPORT, LOG),
-    *(*ADAPTER_FILES, ".hydra", LOCK, ".ray", "."),
+    *(*ADAPTER_FILES, STATE_FILE, ".hydra", LOCK, ".ray", "."),
 )
 _OF_SWEEPS = ("multirun.yaml", "optimization_results.yaml")  # which Hydra writes
 

@@ -29,6 +29,7 @@ from graphopt.cli.run_folder import (
     MODEL,
     REPORT,
     RESULT,
+    STATE_FILE,
     STEP,
     locked,
     result,
@@ -99,11 +100,11 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
             return math.inf
         run = files.run
         final = run.restored or run.records[-1]
-        value = float(final["validation_loss" if "validation_loss" in final else "loss"])
+        value = next((float(final[x]) for x in ("validation_loss", "loss") if x in final), math.nan)
         write_result(folder, value, final["epoch"])
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
-    models = [name for name in (MODEL, *ADAPTER_FILES) if (folder / name).exists()]
+    models = [name for name in (MODEL, *ADAPTER_FILES, STATE_FILE) if (folder / name).exists()]
     written = f"{REPORT}, {STEP}, {', '.join(models)}, {METRICS_FILE}, {CONFIG}{checkpoints}"
     say(console, "written", f"{folder}: {written}")
     return value
@@ -234,7 +235,7 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
     if is_complete:
         what = f"the run has its {counted(run.epochs, 'epoch')}; a larger fit.epochs continues it"
         say(console, "complete", f"nothing to train: {what}")
-    else:
+    elif last["step"]:
         say(
             console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}"
         )

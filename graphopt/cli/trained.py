@@ -19,7 +19,7 @@ from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.messages import print_matrix, print_table
 from graphopt.cli.rows import chosen_rows
-from graphopt.cli.run_folder import ADAPTER_FILES, CHECKPOINTS, CONFIG, MODEL, STEP, resumed
+from graphopt.cli.run_folder import ADAPTER_FILES, CHECKPOINTS, CONFIG, MODEL, STATE_FILE, STEP, resumed
 from graphopt.data.dataset import Dataset
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
@@ -27,10 +27,10 @@ from graphopt.files import write
 from graphopt.graph.classified import LABEL, classes_of, classification_of
 from graphopt.graph.loading import load
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import Caches, labels_in, original_name
+from graphopt.graph.metadata import FAKE, Caches, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of
-from graphopt.graph.state import put_initial, take_initial
+from graphopt.graph.state import averages_read, put_initial, take_initial
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import load_state, save_state
 from graphopt.runtime.executor import Executor
@@ -170,9 +170,16 @@ def _step_of(run: Path) -> Path | None:
 
 
 def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
-    """Write trained.onnx to the folder of a run; with adapters of low rank, also the file of these, and their state."""
+    """Write trained.onnx to the folder of a run, and the state that it has not as it trains.
+
+    With adapters of low rank, also write the file of these, and their state.
+    """
     notes, (file, state) = [note for _, note in adapted(executor.model)], ADAPTER_FILES
     recipe.save_trained(executor, folder / MODEL)
+    if any(map(FAKE.is_set, executor.model.graph)):
+        roles, averaged = (Role.PARAMETER, Role.STATISTIC), averages_read(executor.model)
+        kept = [name_of(x) for x in executor.model.graph.inputs if role_of(x) in roles or x.name in averaged]
+        save_state({name: executor.state[name] for name in kept}, folder / STATE_FILE, {})
     if notes:
         values = {
             name: x for name, x in executor.parameters.items() if any(name in note.values for note in notes)
@@ -191,6 +198,8 @@ def _trained_weights(step: Path, executor: Executor, trained: ir.Model) -> dict[
     """Return the state of a training graph that an inference model has, under the names of the graph."""
     state = step.with_name(ADAPTER_FILES[1])
     weights = load_state(state)[0] if any(adapted(executor.model)) and state.is_file() else {}
+    if any(map(FAKE.is_set, executor.model.graph)) and (whole := step.with_name(STATE_FILE)).is_file():
+        weights |= load_state(whole)[0]
     for value in executor.model.graph.inputs:
         if value.name in weights:
             continue

@@ -52,7 +52,8 @@ class Adapted(
         groups: the groups of a convolution.
         moves: the permutations of axes and the shapes that turn the file's weight into what the product multiplies by.
         columns: the first and the last + 1 of the outputs that it changes; None for all.
-        quantized: whether the file stores the weight in integers, into which nothing can be merged.
+        quantized: whether the file stores the weight in integers, into which nothing can be merged; the weight itself
+            has floats if `FakeQuantize` rounds it.
     """
 
     adapter: str
@@ -159,7 +160,7 @@ def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str
     arrays = dict(_arrays(model, state)) if notes else {}
     weights: dict[str, ir.TensorProtocol] = {}
     for note in notes:
-        if note.quantized:
+        if note.quantized and note.weight not in arrays:
             raise GraphoptError(
                 f"weight {note.weight!r}: expected floating-point numbers to merge an adapter into, found integers: "
                 "save the adapter alone, or the model with slots"

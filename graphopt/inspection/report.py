@@ -351,9 +351,13 @@ def _adapters(model: ir.Model, total: int) -> Iterator[str]:
 
 
 def _integers(result: Report) -> Iterator[str]:
-    """Say which products the trained model computes on integers, and what stops the others."""
+    """Say which products the trained model computes on integers, what stops the others, and which integers stay."""
     from passes.quantization.placement import kernels
+    from passes.weights.masters import staying
 
+    if left := [(f"  {name}", why) for name, why in staying(result.model.graph)]:
+        yield f"integers   {counted(len(left), 'tensor')} of the file stay as they are"
+        yield from _table(left)
     rounded = [
         model
         for step, _, model, _ in result.stages

@@ -68,7 +68,7 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
         data: a tuple `(X, y)` or `(X, y, sample_weight)`, whose X feeds the only input; arrays named like the model's
             inputs, and `target`; a DataFrame; a data set; or an iterable of batches: mappings from these names to
             arrays, tensors or lists.
-        epochs: the number of times to train on all rows.
+        epochs: the number of times to train on all rows; with 0, the record is that of the model as it is.
         steps_per_epoch: the number of batches of an iterable in an epoch; None for one pass, which needs an end.
         batch_size: the number of rows of a batch; the last batch of an epoch may have fewer. Batches of an iterable
             have their own.

@@ -115,6 +115,9 @@ class TrainingLoop:
                     run.stopped = run.stopped or self._signals.received.name
                 if after is not After.FINISH:
                     self._save(last=True)
+                if not run.epochs and not run.records:
+                    run.records.append(self._record(validates=True))  # no checkpoint counts it
+                    self._tell("on_epoch_end", run.records[0])
             except Exception:
                 if run.executor.batches + self._skipped == run.step and not run.executor.in_place:
                     with contextlib.suppress(GraphoptError):
@@ -248,8 +251,10 @@ class TrainingLoop:
                 for name, value in measured.items()
                 if name not in ("loss", "penalty")  # validation_loss; the same for all rows
             }
-        record |= {"seconds": self._seconds, "samples_per_second": run.row / self._seconds}
-        if run.row_tokens is not None:
+        record["seconds"] = self._seconds
+        if run.row:
+            record["samples_per_second"] = run.row / self._seconds
+        if run.row and run.row_tokens is not None:
             record["tokens_per_second"] = record["samples_per_second"] * run.row_tokens
         return record
 

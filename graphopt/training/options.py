@@ -28,7 +28,7 @@ PathLike = str | os.PathLike[str]
 class FitOptions:
     """Hold the options of `fit`, whose docstring explains them."""
 
-    epochs: int = within("[1, inf)", 20, kw_only=True)
+    epochs: int = within("[0, inf)", 20, kw_only=True)
     steps_per_epoch: int | None = None
     batch_size: int = within("[1, inf)", 32, kw_only=True)
     shuffle: Shuffle = True

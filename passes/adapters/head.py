@@ -166,7 +166,7 @@ def _advice(target: AdapterTarget | None) -> str:
     """Return what to do about a target that a head cannot replace."""
     if target is None or not target.source.quantized:
         return ""
-    return f" of packed weights: leave them out of quantize, by QuantizeWeights(leave_out={target.name!r})"
+    return f" of packed weights: leave them out of quantize, by leave_out={target.name!r}"
 
 
 def _following(node: ir.Node) -> dict[ir.Node, None]:

@@ -49,13 +49,15 @@ class FakeQuantize(Pass):
     block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
     biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et
     al. 2018, https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model in integers, and
-    `trained(quantized=False)` in floats. Activations are rounded where ONNX Runtime then computes on integers.
+    `trained(quantized=False)` in floats. Activations are rounded where ONNX Runtime then computes on integers. Adapters
+    such as `LoRA` change the output of the rounded product: in integers they stay operators, in floats they are merged.
 
     Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
     the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
 
     Args:
-        weights: the integers that weights become.
+        weights: the integers that weights become. The runtime has no integer kernel for 4-bit weights: with activations
+            in integers, they compute slower than floats, so set `activations=None` beside them.
         block: how many numbers along the summed axis of a matrix share a scale; by default, all of an output.
         weight_range: the largest integer of a weight, 127 or, for processors that add pairs of products in 16 bits
             (AVX2 without VNNI), 63; by default, the largest of `weights`.
@@ -283,7 +285,7 @@ class _Writer:
         """Make a product read its weight, and its bias, as integers stand for them."""
         node, w, op, options = product.node, product.read, self._op, self._options
         x = node.inputs[0]
-        scale_of_x = None if x is None else self._scales.get(x)
+        scale_of_x = None if x is None else self._scales.get(placement.undropped(x))
         blocked = product.blocked_axis if options.block else None
         sizes = _sizes(w)
         limit = options.weight_range or LIMITS[options.weights]

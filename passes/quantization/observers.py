@@ -26,7 +26,7 @@ def observe(model: ir.Model, node: ir.Node, observer: Observer) -> None:
     if observer.kind == "ema":
         _follow_range(model, node, observer, ends)
     else:
-        _learn_scale(model, node, ends)
+        _learn_scale(model, node)
 
 
 def _follow_range(model: ir.Model, node: ir.Node, observer: Observer, ends: _Ends) -> None:
@@ -47,7 +47,7 @@ def _follow_range(model: ir.Model, node: ir.Node, observer: Observer, ends: _End
             state.set_next(model, old, op.Identity(new))
 
 
-def _learn_scale(model: ir.Model, node: ir.Node, ends: _Ends) -> None:
+def _learn_scale(model: ir.Model, node: ir.Node) -> None:
     """Multiply the scale by which a QuantizeLinear rounds by a parameter that starts at 1; its zero point stays.
 
     Optimizers such as Adam move parameters by their learning rate, whatever the size of a gradient: a share of the
@@ -55,8 +55,10 @@ def _learn_scale(model: ir.Model, node: ir.Node, ends: _Ends) -> None:
     2020, section 2.2).
     """
     x, limit = given(node.inputs[0]), producer_of(given(node.inputs[1]))
-    name = name_of(ends["low"][1]).removesuffix(".low")
-    parameter = state.declare(model, f"{name}.scale", np.array(1, np.float32), Role.PARAMETER)
+    name = STORED_AS.read(limit)  # a free one
+    if name is None:
+        raise Observer.wrong(node, "a scale with a name in the file")
+    parameter = state.declare(model, name, np.array(1, np.float32), Role.PARAMETER)
     count = math.prod(dim for dim in dims_of(x)[1:] if isinstance(dim, int))
     with Emitter(model) as op:
         moved = parameter * (1 / math.sqrt(count * LEVELS))

@@ -156,9 +156,15 @@ def _origin(x: ir.Value) -> ir.Value:
     return origin if origin.is_initializer() else x
 
 
+def undropped(x: ir.Value) -> ir.Value:
+    """Return what a Dropout drops elements of: in integers, it is the same."""
+    node = x.producer()
+    return x if node is None or node.op_type != "Dropout" or node.domain else undropped(given(node.inputs[0]))
+
+
 def _rounding(x: ir.Value | None) -> ir.Node | None:
     """Return the DequantizeLinear that a value comes from, whose gradient may pass straight through a sum."""
-    node = None if x is None else x.producer()
+    node = None if x is None else undropped(x).producer()
     if node is not None and node.op_type == "Add" and InferenceForm.is_on(node.outputs[0]):
         node = given(node.inputs[0]).producer()
     return node if node is not None and node.op_type == "DequantizeLinear" else None
@@ -206,7 +212,7 @@ def tensors(graph: ir.Graph, chosen: Iterable[ir.Node], *, others: bool) -> dict
     nodes, own = list(graph), set(chosen)
     for node in nodes:
         row = row_of(node)
-        pair = [x for x in node.inputs[:2] if x is not None]
+        pair = [undropped(x) for x in node.inputs[:2] if x is not None]
         is_free = node.op_type == "MatMul" and len(pair) == 2 and all(map(_is_activation, pair)) and others
         if (node in own or is_free) and not stopped(node):
             for x in pair if is_free else pair[:1]:
@@ -217,7 +223,7 @@ def tensors(graph: ir.Graph, chosen: Iterable[ir.Node], *, others: bool) -> dict
     while changed:
         before = len(found)
         for node in nodes:
-            read = [x for x in node.inputs if x is not None and is_floating(x)]
+            read = [undropped(x) for x in node.inputs if x is not None and is_floating(x)]
             if row_of(node).joins and read and all(map(_is_activation, read)):
                 end = end_of(node.outputs[0])
                 if not end.is_graph_output() and (end in found or all(x in found for x in read)):

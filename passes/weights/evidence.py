@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, PRODUCTS, SCATTERING
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, given, is_floating
+from graphopt.graph.values import constant_of, dims_of, given, is_floating
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
 from passes.weights.initializers import array, fill_value, is_weight
@@ -136,9 +136,35 @@ def of_integers(x: ir.Value, recorded: bool = False) -> Origin | None:
         others = [[y for y in user.inputs if y is not x] for user in users]  # none in a square
         if all(factors and all(_has_integers(y, recorded) for y in factors) for factors in others):
             return Origin(Kind.CONSTANT, "the scale of a quantized weight", certain=False)
+    if not recorded and scale_of_whole(x) is not None:
+        return Origin(Kind.PARAMETER, "whole numbers behind a scale: a quantized weight", certain=False)
     if not recorded and _is_whole(array(x)) and _is_scaled(x):
         return Origin(Kind.CONSTANT, "whole numbers behind a scale, as of a quantized weight", certain=False)
     return None
+
+
+def scale_of_whole(x: ir.Value) -> tuple[ir.Value, int] | None:
+    """Return the scale of a weight that consists of whole numbers from -128 to 127, and its axis of the weight.
+
+    It multiplies the weight, or the outputs of the one MatMul that reads the weight.
+    """
+    uses, sizes = list(x.uses()), dims_of(x)
+    if len(uses) == 1 and uses[0][0].op_type == "MatMul" and uses[0][1] == 1 and len(sizes) == 2:
+        uses, sizes = list(uses[0][0].outputs[0].uses()), (1, sizes[1])
+    if len(uses) != 1 or uses[0][0].op_type != "Mul" or uses[0][0].domain:
+        return None
+    scale = given(uses[0][0].inputs[1 - uses[0][1]])
+    steps = array(scale).astype(np.float64) if is_weight(scale) else np.zeros(1)
+    rank = len(sizes)
+    dims = (1,) * (rank - steps.ndim) + steps.shape
+    axes = [axis for axis, dim in enumerate(dims) if dim != 1]
+    if len(dims) > rank or len(axes) > 1 or any(dims[axis] != sizes[axis] for axis in axes):
+        return None
+    if not np.isfinite(steps).all() or not steps.all() or not _is_whole(array(x)):
+        return None
+    if array(x).min() < -128 or array(x).max() > 127:
+        return None
+    return scale, axes[0] if axes else 0
 
 
 def _is_scaled(x: ir.Value) -> bool:

@@ -8,7 +8,7 @@ weights, and the gradient passes to the master.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,14 @@ from graphopt.graph.metadata import (
     STORED_AS,
     STORED_TYPE,
     InferenceForm,
+    Origin,
     Text,
 )
 from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized, is_dequantized
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.values import constant_of, dtype_of, given, is_floating, like, name_of, producer_of
-from passes.weights.initializers import array, replace_by
+from passes.weights import evidence
+from passes.weights.initializers import array, is_weight, replace_by
 
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 
@@ -90,7 +92,16 @@ class QuantizedWeights:
     def __init__(self, model: ir.Model) -> None:
         self._model = model
         self._found: dict[str, Quantized] = {}
-        for integers, nodes in _quantized(model.graph).items():
+        self._whole: dict[str, tuple[ir.Value, int]] = {}  # scales of integers in floats, and their axes
+        for x in filter(is_weight, model.graph.initializers.values()):
+            origin = Origin.read(x)
+            is_recorded = origin is not None and origin.certain and origin.named and origin.trains
+            if not is_recorded and (scale := evidence.scale_of_whole(x)) is not None:
+                self._whole[name_of(x)] = scale
+                QUANTIZED.write(x, name_of(x))
+        for integers, nodes in _readers(model.graph).items():
+            if _why_it_stays(integers, nodes):
+                continue
             assert integers.const_value is not None
             name = name_of(integers)
             self._found[name] = quantized = Quantized(integers.const_value, nodes[0])
@@ -106,7 +117,11 @@ class QuantizedWeights:
     def check_scales(self, weights: Collection[ir.Value]) -> None:
         """Raise an error if quantized weights train together with their own scales."""
         names = {x: QUANTIZED.read(x) for x in weights}
-        scales = {name: self._found[name].node.inputs[1] for name in names.values() if name is not None}
+        scales = {
+            name: self._whole[name][0] if name in self._whole else self._found[name].node.inputs[1]
+            for name in names.values()
+            if name is not None
+        }
         both = {
             name: name_of(scale) for name, scale in scales.items() if scale in names and scale is not None
         }
@@ -124,6 +139,8 @@ class QuantizedWeights:
             GraphoptError: the file stores floats of 8 bits, which are not rounded to a grid.
         """
         quantized = self._of(weight)
+        if (whole := self._whole.get(name_of(weight))) is not None:
+            return _promote_whole(self._model, weight, *whole)
         if quantized is not None and quantized.integers.dtype.is_floating_point():
             raise GraphoptError(
                 f"weight {name_of(weight)!r}: expected integers behind a DequantizeLinear, found "
@@ -148,27 +165,37 @@ class QuantizedWeights:
     def _of(self, weight: ir.Value) -> Quantized | None:
         name = QUANTIZED.read(weight)
         QUANTIZED.remove(weight)
-        return None if name is None else self._found[name]
+        return None if name is None else self._found.get(name)
 
 
-def _quantized(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
-    """Return the integer initializers that DequantizeLinear nodes read in one way, with these nodes."""
+def staying(graph: ir.Graph) -> Iterator[tuple[str, str]]:
+    """Yield the integer initializers that DequantizeLinear nodes read and no master trains, and why."""
+    for x, nodes in _readers(graph).items():
+        if why := _why_it_stays(x, nodes):
+            yield name_of(x), why
+
+
+def _readers(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
+    """Return the integer initializers that DequantizeLinear nodes read, with these nodes."""
     readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
     for node in graph:
         x = node.inputs[0] if node.op_type == DEQUANTIZE and node.domain == "" else None
         if x is not None and x.is_initializer() and not x.is_graph_input() and not x.is_graph_output():
             readers[x].append(node)
-    return {x: nodes for x, nodes in readers.items() if _is_weight(x, nodes)}
+    return readers
 
 
-def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
+def _why_it_stays(x: ir.Value, nodes: Sequence[ir.Node]) -> str:
+    """Return why integers have no master, or an empty text."""
     first = nodes[0]
     scale = constant_of(first.inputs[1])
     if scale is None or not is_dequantized(first):
-        return False
+        return "its scale is computed"
     alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
+    if not alike or len(x.uses()) != len(nodes):
+        return "nodes read it in several ways"
     steps = scale.astype(np.float32)
-    return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps != 0).all())
+    return "" if np.isfinite(steps).all() and steps.all() else "its scale is 0 or not finite"
 
 
 def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role) -> ir.Value:
@@ -180,6 +207,21 @@ def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role)
     master = state.declare(model, name, numbers, role)
     metadata.copy(weight, master)
     return set_role(master, role)
+
+
+def _promote_whole(model: ir.Model, weight: ir.Value, scale: ir.Value, axis: int) -> ir.Value:
+    """Turn whole numbers in floats into state, which the graph divides by their scale and rounds."""
+    whole, steps = (array(x).astype(np.float32) for x in (weight, scale))
+    steps = steps.ravel() if steps.size > 1 else steps.reshape(())
+    spread = steps.reshape([-1 if i == axis else 1 for i in range(whole.ndim)]) if steps.ndim else steps
+    master = _declare(model, weight, whole * spread, Role.PARAMETER)
+    with Emitter(model) as op:
+        zero = op.constant(np.zeros(steps.shape, np.int8))
+        integers = op.QuantizeLinear(master, op.constant(steps), zero, axis=axis)
+        integers.shape = master.shape
+        rounded = STORED.mark(op.DequantizeLinear(integers, op.constant(np.ones((), np.float32))))
+        ir.convenience.replace_all_uses_with(weight, like(op.cast(rounded, weight.dtype), weight))
+    return master
 
 
 def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:

@@ -327,7 +327,7 @@ class Recipe:
         restores = any(isinstance(callback, EarlyStopping) for callback in callbacks)
         if fields["export"] == "best" and fields.get("validation") and not restores:
             measure = (fields.get("checkpoint") or {}).get("best") or "validation_loss"
-            callbacks.append(_BestWeights(monitor=measure, patience=fields["epochs"]))
+            callbacks.append(_BestWeights(monitor=measure, patience=fields["epochs"] or 1))
         return callbacks
 
     def _callback(self, key: str, node: Fields, folder: Path) -> Callback:
@@ -349,7 +349,7 @@ class Recipe:
         """Return the number of steps of the whole training run, which depends on the data."""
         fields, (trained, _) = self.fields["fit"], self.split(len(self._read))
         again = 1 if self.fields["reward"] is None else self.fields["rollouts"]["iterations"]
-        return int(fields["epochs"] * again * math.ceil(len(trained) / fields["batch_size"]))
+        return int((fields["epochs"] or 1) * again * math.ceil(len(trained) / fields["batch_size"]))
 
     def model(self, file: Path | None = None) -> ir.Model:
         """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""

@@ -249,13 +249,16 @@ def _epoch(run: Run, record: Mapping[str, object]) -> str:
 
 def _step_fields(record: Mapping[str, Any], *, shown: bool = True, error: float | None = None) -> list[str]:
     """Return the loss, the measures if they are `shown`, the rate and the speed, as a text each."""
-    fields = [f"loss {_number_text(record['loss'])}" + (f" ± {error:.2g}" if error is not None else "")]
+    loss = [_number_text(record["loss"])] if "loss" in record else []  # none before the first step
+    fields = [f"loss {x}" + (f" ± {error:.2g}" if error is not None else "") for x in loss]
     fields += _measure_texts(record) if shown else []
     if record.get("learning_rate") is not None:
         fields.append(f"learning rate {record['learning_rate']:.2e}")
     if "tokens_per_second" in record:
         return [*fields, f"{record['tokens_per_second']:,.0f} tokens/s"]
-    return [*fields, f"{record['samples_per_second']:,.0f} samples/s"]
+    if "samples_per_second" in record:
+        fields.append(f"{record['samples_per_second']:,.0f} samples/s")
+    return fields
 
 
 def _number_text(value: float) -> str:

@@ -100,8 +100,9 @@ class Adaptive(Callback):
         check_rate_is_free(self, run)
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
-        self.waited = self.waited + 1 if record["loss"] > self.least - self.tolerance else 0
-        self.least = min(self.least, record["loss"])
+        loss = record.get("loss", math.inf)
+        self.waited = self.waited + 1 if loss > self.least - self.tolerance else 0
+        self.least = min(self.least, loss)
         if self.waited >= self.patience and run.executor.learning_rate > ADAPTIVE_LEAST_RATE:
             run.executor.learning_rate /= ADAPTIVE_DIVISOR
             run.notes.append(f"rate      {run.executor.learning_rate:.3g}: the loss no longer falls")

@@ -6,9 +6,9 @@
 #include <stdint.h>
 #include <string.h>
 
-/* These keep NaN, as the runtime's Max, Min and Clip do. */
-#define MAXIMUM(a, b) ((b) > (a) || (b) != (b) ? (b) : (a))
-#define MINIMUM(a, b) ((b) < (a) || (b) != (b) ? (b) : (a))
+/* These keep NaN, as the runtime's Max, Min and Clip do. GCC does not vectorize a Relu's extremes with `||`. */
+#define MAXIMUM(a, b) ((b) != (b) ? (b) : (b) > (a) ? (b) : (a))
+#define MINIMUM(a, b) ((b) != (b) ? (b) : (b) < (a) ? (b) : (a))
 #define CLAMP(x, low, high) ((x) < (low) ? (low) : (x) > (high) ? (high) : (x))
 #pragma omp declare reduction(maximum : float, double : omp_out = MAXIMUM(omp_out, omp_in)) \
     initializer(omp_priv = -INFINITY)
