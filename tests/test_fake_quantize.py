@@ -344,7 +344,7 @@ def test_folding_keeps_what_the_model_computes():
 
 
 def test_ranges_of_means_have_names_that_the_file_s_other_values_do_not_change():
-    """In files that PyTorch exports, the axes of a mean are computed by `val_N`, as values without a name are called."""
+    """In files that PyTorch exports, `val_N` compute the axes of a mean, as values without a name are called."""
     axes = """val_0 = Constant<value=int64[2] {2, 3}>() val_1 = Constant<value=int64[1] {2}>()
             axes = Reshape(val_0, val_1)"""
     proto = model(
