@@ -60,7 +60,7 @@ def test_compiling_is_timed(monkeypatch):
     assert seconds > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_networks_are_compared_in_floats_and_integers(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     module = benchmark("quantization", monkeypatch)
