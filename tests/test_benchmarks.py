@@ -60,6 +60,19 @@ def test_compiling_is_timed(monkeypatch):
     assert seconds > 0
 
 
+@pytest.mark.exhaustive
+def test_networks_are_compared_in_floats_and_integers(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = benchmark("quantization", monkeypatch)
+    case = module.Case(lambda: module.convolutional(2, 4, 16), module.digits, 1600, 1, 1)
+    rows = "\n".join(module.section(case, 1, None)).splitlines()
+    kernels = {
+        row.split(" | ")[0].strip("| "): row.split(" | ")[-1].strip(" |") for row in rows if "|" in row
+    }
+    for form in ("int8", "int8, 7 bits", "int8, LSQ", "half of the channels, int8"):
+        assert kernels[f"{form}, graphopt, trained for it"] == "QGemm 2, QLinearConv 2"
+
+
 def test_gradients_of_convolutions_are_timed(monkeypatch):
     module = benchmark("convolution", monkeypatch)
     ((_, times),) = module.main([module.Shape(2, 3, 8, 4, 3)], rounds=1).items()

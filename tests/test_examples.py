@@ -91,6 +91,11 @@ def draw_report(result):
         assert len(picture) < 300_000
 
 
+def draw_quantization(result):
+    """The kept picture is that of the page's tables."""
+    assert result == (Path(__file__).parents[1] / "examples/pictures/quantization.svg").read_text()
+
+
 NEEDS = {"fine_tune_file_types": "magika", "on_device": "onnxruntime.training"}
 
 

@@ -480,6 +480,19 @@ def test_folding_keeps_what_the_model_computes():
     np.testing.assert_allclose(run(loaded, IMAGES), run(proto, IMAGES), rtol=1e-4, atol=1e-5)
 
 
+def test_ranges_of_means_have_names_that_the_file_s_other_values_do_not_change():
+    """In files that PyTorch exports, `val_N` compute the axes of a mean, as values without a name are called."""
+    axes = """val_0 = Constant<value=int64[2] {2, 3}>() val_1 = Constant<value=int64[1] {2}>()
+            axes = Reshape(val_0, val_1)"""
+    proto = model(
+        f"""g (float[N,3,8,8] x) => (float[N,2] y) {{
+            c = Conv(x, w) {axes} p = ReduceMean<keepdims=0>(c, axes) y = Gemm(p, v) }}""",
+        **{"w": normal(4, 3, 3, 3), "v": normal(4, 2)},
+    )
+    step = step_of(proto, IMAGES, np.zeros((len(IMAGES), 2), np.float32))
+    assert "p/pooled.low" in step.graph.initializers
+
+
 def test_a_normalization_that_something_else_feeds_stays():
     proto = model(
         """g (float[N,3,8,8] x) => (float[N,2,6,6] y) {

@@ -232,13 +232,14 @@ class VisionTransformer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predict the next token: 4 layers of 128, of which each position reads earlier ones."""
+    """Predict the next token: `depth` layers, of which each position reads earlier ones."""
 
-    def __init__(self, vocabulary: int = 1000, length: int = 64, width: int = 128) -> None:
+    def __init__(self, vocabulary: int = 1000, length: int = 64, width: int = 128, depth: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks, self.head = blocks(width, 4, 4, causal=True), nn.Linear(width, vocabulary, bias=False)
+        self.blocks = blocks(width, 4, depth, causal=True)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.embedding(x) + self.positions))

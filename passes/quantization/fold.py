@@ -53,9 +53,11 @@ def pool_means(model: ir.Model) -> None:
             ):
                 continue
             if sorted(axis % len(x.shape) for axis in axes.ravel()) == [*range(2, len(x.shape))]:
-                pooled = op.GlobalAveragePool(x)
-                pooled = pooled if node.attributes.get_int("keepdims", 1) else op.Flatten(pooled)
-                swap(node.outputs[0], like(pooled, node.outputs[0]))
+                y = pooled = op.GlobalAveragePool(x)
+                if not node.attributes.get_int("keepdims", 1):
+                    y = op.Flatten(pooled)
+                    pooled.name = f"{name_of(node.outputs[0])}/pooled"  # by which its range is found again
+                swap(node.outputs[0], like(y, node.outputs[0]))
                 model.graph.remove(node, safe=True)
     model.graph.sort()
 
