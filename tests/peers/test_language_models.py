@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 transformers = pytest.importorskip("transformers")
@@ -116,13 +117,21 @@ def test_losses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert found == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
+def stacked_in(path: Path) -> dict[str, str]:
+    """Return the parameters in transformers of the stacked weights in a file, in whose order a layer reads them."""
+    weights = [x.name for x in onnx.load(path).graph.initializer if len(x.dims) == 3]
+    order = [x for node in onnx.load(path).graph.node for x in node.input if x in weights]
+    own = [
+        f"model.layers.{i}.mlp.experts.{x}_proj" for i in range(len(order) // 2) for x in ("gate_up", "down")
+    ]
+    return dict(zip(order, own, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mixtral", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("qwen3 moe", "phimoe"))]
 )
-def test_exported_experts_train_as_in_pytorch_and_their_routers_have_no_adapters(
-    name: str, tmp_path: Path
-) -> None:
+def test_exported_experts_train_as_in_pytorch_and_so_do_their_adapters(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = unequal(transformers.AutoModelForCausalLM.from_config(MIXTURES[name]()).eval())
     path, own = exported(model, tmp_path / "model.onnx"), copy.deepcopy(model)
@@ -137,18 +146,30 @@ def test_exported_experts_train_as_in_pytorch_and_their_routers_have_no_adapters
         assert executor.step(input_ids=IDS, labels=LABELS)["loss"] == pytest.approx(
             float(expected.detach()), abs=1e-5
         )
-    with pytest.warns(UserWarning, match="% of the weights of products have no adapter"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
         step = graphopt.compile(path, **steps, adapter=passes.LoRA(rank=2))
     executor = graphopt.Executor(step, native=False)
-    assert {x.rpartition(".weight")[0].rpartition(".")[2] for x in executor.parameters} == {
-        f"{x}_proj" for x in "qkvo"
+    experts, names = stacked_in(path), {"model.*": "*"}
+    weights = {x.rpartition(".lora_")[0] for x in executor.parameters}
+    assert {x.removesuffix(".weight").rpartition(".")[2] for x in weights} == {
+        *(f"{x}_proj" for x in "qkvo"),
+        *experts,
     }
+    names |= experts
     for _ in range(5):
         executor.step(input_ids=IDS, labels=LABELS)
-    graphopt.save_adapter(executor, tmp_path / "a", form="peft", names={"model.*": "*"})
+    model.save_pretrained(tmp_path / "hf")
+    base = {"names": names, "base_name": str(tmp_path / "hf")}
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft", **base)
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "a").eval()
     with torch.no_grad():
-        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "a").eval()(torch.tensor(IDS)).logits
+        adapted = opened(torch.tensor(IDS)).logits
     np.testing.assert_allclose(executor.predict(input_ids=IDS)["logits"], adapted.numpy(), atol=1e-5)
+    again = graphopt.compile(path, **steps, adapter=passes.LoRA.load(tmp_path / "a", names=names))
+    np.testing.assert_allclose(
+        graphopt.Executor(again, native=False).predict(input_ids=IDS)["logits"], adapted.numpy(), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("by_labels", [False, True])
