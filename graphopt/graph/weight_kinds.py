@@ -234,5 +234,8 @@ def _of_gathered(node: ir.Node) -> Mapping[int, WeightKind]:
     if not shapes or any(shape is None or len(shape) != 3 for shape in shapes):
         return {}
     ((_, *own), (_, *gathered)), readers = shapes, {(user.op_type, i) for user, i in y.uses()}  # type: ignore[misc]
-    kind = {("MatMul", 0): TURNED, ("MatMul", 1): WeightKind()}.get(*readers) if len(readers) == 1 else None
-    return {0: kind} if kind is not None and own == gathered else {}
+    if len(readers) != 1 or own != gathered:
+        return {}
+    (how,) = readers
+    kind = {("MatMul", 0): TURNED, ("MatMul", 1): WeightKind()}.get(how)
+    return {} if kind is None else {0: kind}
