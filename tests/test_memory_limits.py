@@ -255,7 +255,6 @@ def test_a_form_is_compared_on_some_tokens_where_memory_is_low(monkeypatch):
         return run(self, form, source, feeds, state)
 
     monkeypatch.setattr(translation.Translation, "_run", compared)
-    monkeypatch.setattr(translation, "COMPARED_TOKENS", TOKENS)
     step, batch = language_model(), batch_of(2, 200)
     found, expected = (
         graphopt.Executor(step, frozen="low", native=False, threads=1, verify=verify)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shutil
 
 import numpy as np
+import onnx
 import pytest
 from builders import model
 from precisions import assert_near
 
 import graphopt
+import passes
 from graphopt.graph.loading import load
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -239,3 +242,48 @@ def test_keys_may_come_transposed():
 )
 def test_a_mask_that_scores_make_stays_in_the_graph(steps):
     plan(graph_of(steps), PLAIN)
+
+
+DECODER = """g (int64[B,L] x) => (float[B,L,11] y) {
+    e = Gather(table, x) q = MatMul(e, wq) k = MatMul(e, wk) v = MatMul(e, wv)
+    t = Transpose<perm=[0,2,1]>(k) p = MatMul(q, t) a = Softmax(p) c = MatMul(a, v) y = MatMul(c, head) }"""
+
+
+def decoder():
+    """Return a step of a decoder with one layer of attention."""
+    proto, rng = model(DECODER), np.random.default_rng(0)
+    for name, shape in {
+        "table": (11, 16),
+        "wq": (16, 16),
+        "wk": (16, 16),
+        "wv": (16, 16),
+        "head": (16, 11),
+    }.items():
+        array = rng.standard_normal(shape).astype(np.float32) / 4
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return graphopt.compile(proto, loss=passes.CrossEntropy(axis=-1), optimizer=passes.SGD(0.1))
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_few_tokens_are_compared_as_many_are_computed(mistake, monkeypatch, tmp_path):
+    """A mistake in probabilities that the backward pass computes again is seen on tokens for which it keeps them."""
+    if mistake:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        shutil.copytree(toolchain.FOLDER, tmp_path / "c")
+        header = tmp_path / "c" / "attention.h"
+        text, right = header.read_text(), "s[j] = exp_float(s[j] - most) * factor;"
+        assert right in text
+        header.write_text(text.replace(right, right.replace("* factor", "* factor * 1.01f")))
+        monkeypatch.setattr(toolchain, "FOLDER", tmp_path / "c")
+        monkeypatch.setattr(toolchain, "FLAGS", ("-O1", *toolchain.FLAGS[2:], toolchain.FLAGS[0]))
+        toolchain._environment.cache_clear()
+    batch = {"x": np.arange(200)[None] * 7 % 11, "target": np.arange(200)[None] * 3 % 11}
+    executor = graphopt.Executor(decoder(), frozen="low", native=True, threads=1, verify=True)
+    try:
+        if not mistake:
+            executor.step(batch)
+            return
+        with pytest.raises(graphopt.GraphoptError, match=r"^kernels: expected the numbers of the plain step"):
+            executor.step(batch)
+    finally:
+        toolchain._environment.cache_clear()

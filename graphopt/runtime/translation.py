@@ -19,7 +19,7 @@ from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.checks.rows import some_tokens
-from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
 from graphopt.runtime.checks.verdicts import (
     LARGEST_REPRODUCER,
     ROOM,
@@ -35,11 +35,9 @@ from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.system_memory import NoRoom, check_room, give_back, taken
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
+from graphopt.targets.native.attention import switch_of_attention
 
 COMPARED_STEPS = 2  # of a call of several
-COMPARED_TOKENS = (
-    256  # where weights are large; attention of more tokens may keep no probabilities (attention.h)
-)
 NOISY_STEPS = 8  # to see how much of a difference is rounding
 MOST_ROUNDINGS = 1000  # by which numbers of float32 may differ
 MOST_NARROW_ROUNDINGS = 30  # and those of 16 bits, or of products of lower precision
@@ -154,9 +152,9 @@ class Translation:
         if self._several:
             feeds = {name: x[:COMPARED_STEPS] for name, x in feeds.items()}
         data, state = self._signature.arrays(feeds), _arrays(self._buffers.sets[source])
-        few = some_tokens(form.model, data, COMPARED_TOKENS) if form.session.frozen == "low" else None
-        if few is not None and not self._several:
-            feeds = data = few
+        is_low = form.session.frozen == "low" and not self._several
+        few = some_tokens(form.model, data) if is_low else None
+        feeds, data = few or feeds, few or data
         before = taken()
         results = self._run(form, source, feeds, state)
         if form.session.frozen != "low":  # else, the plain step takes the memory that the form has left
@@ -165,6 +163,14 @@ class Translation:
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return ""
         errors = self._errors(expected, results, state, state)
+        attends_to_many = None if few is None else switch_of_attention(form.model, form.library)
+        if attends_to_many is not None:
+            attends_to_many.value = 1
+            try:
+                others = self._errors(expected, self._run(form, source, feeds, state), state, state)
+            finally:
+                attends_to_many.value = 0
+            errors = {name: max(error, others[name]) for name, error in errors.items()}
         limit = (MOST_NARROW_ROUNDINGS if self._unit > 1e-6 else MOST_ROUNDINGS) * self._unit
         if max(errors.values(), default=0.0) <= limit:
             return ""
@@ -255,12 +261,12 @@ class Translation:
         x, y = x.astype(np.float64), y.astype(np.float64)
         slack = 0.0 if x.ndim else 4 * self._unit  # a loss near 0 is a difference of numbers near 1
         if starts:
-            slack = 4 * self._unit * float(np.linalg.norm(x))
+            slack = 4 * self._unit * norm_of(x)
             x, y = x - starts[0], y - starts[1]
         if not np.array_equal(np.isfinite(x), np.isfinite(y)):
             return math.inf
-        distance = float(np.linalg.norm(y - x)) - slack
-        return distance / max(float(np.linalg.norm(x)), 1e-300) if distance > 0 else 0.0
+        distance = norm_of(y - x) - slack
+        return distance / max(norm_of(x), 1e-300) if distance > 0 else 0.0
 
     def _digest(self, form: BoundSession) -> str:
         """Return a hash of a form and of what its numbers depend on, and of how they are compared."""

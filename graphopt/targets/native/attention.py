@@ -5,12 +5,15 @@ Scores are the product of queries and keys, which steps scale, add to, or mask. 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import onnx_ir as ir
 
+from graphopt.graph.checking import KERNELS
 from graphopt.graph.sizes import Size, has_sizes, sizes_of
 from graphopt.graph.values import dims_of, given, like, swap
 from graphopt.targets.native.forms import NodeForms, NodeKind, number_of, rank_of
@@ -76,6 +79,12 @@ def attention_kernels(node: ir.Node, forms: NodeForms) -> list[Replacement]:
     if not (_reads_probabilities(found) and _has_gradient(found, forms) and _fits(found)):
         return []
     return _kernels(found)
+
+
+def switch_of_attention(model: ir.Model, library: Path | None) -> ctypes.c_int | None:
+    """Return the variable of a library that has few tokens computed as many are; None if a graph has no attention."""
+    attends = any(node.domain == KERNELS and node.op_type.startswith("a") for node in model.graph)
+    return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "attends_to_many") if attends else None
 
 
 # --- Scores ---

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
-from graphopt.graph.shapes import infer_anew
+from graphopt.graph.shapes import infer_anew, is_inferred
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.storage import Weights, skeleton
 from graphopt.graph.strictness import check_remembered, is_strict
@@ -224,7 +224,8 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     infer_anew(model)
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     gather_blocks(model)
-    infer_anew(model)
+    if not is_inferred(model):
+        infer_anew(model)
     forms = NodeForms(dict(model.opset_imports))
     unify_sizes(model)
     separate_biases(model)

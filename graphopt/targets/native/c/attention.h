@@ -20,6 +20,7 @@
 enum {
     SCORES = 1 << 17,      /* of a block: half a megabyte */
     LEAST_BLOCK = 32,      /* rows */
+    SMALL_BLOCK = 5,       /* rows, of few that are taken as many */
     MOST_SEEN = 64,        /* rows of a block that may end early */
     MOST_KEPT = 1 << 22,   /* probabilities */
     MOST_KEPT_EARLY = 1 << 19, /* if blocks may end early */
@@ -27,6 +28,9 @@ enum {
     CHUNK_OF_MASK = 256,   /* columns */
     LEAST_SKIPPED = 64,    /* columns of scores from which on blocks end early */
 };
+
+/* Whether few scores are computed as many are, so that a comparison with the plain step sees both: see translation.py. */
+EXPORT int attends_to_many;
 
 /* exp(x - y) is 0 for a score x of a masked column and the largest score y, if products are smaller than SMALL. */
 static const float MASKED = -1e30f, SEEN = -1e29f, SMALL = 1e28f;
@@ -320,7 +324,7 @@ static void find_skips(Attention *t) {
     float scale = 1;
     for (int n = 0; n < form->steps; n++) {
         if (form->step[n].kind == SCALED) scale *= fabsf(form->step[n].number) > 1 ? fabsf(form->step[n].number) : 1;
-        else t->skips = t->keys > LEAST_SKIPPED;
+        else t->skips = attends_to_many || t->keys > LEAST_SKIPPED;
     }
     if (!t->skips) return;
     const float products = largest_of(&t->q) * largest_of(&t->k) * (float)t->q.columns;
@@ -369,9 +373,9 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
         if (form->step[n].kind != SCALED) dims[index++] = t->tensors[n].dims;
     CHECK(find_tensors(context, t, dims));
     const int64_t scores = t->batches * t->rows * t->keys;
-    if (scores > MOST_KEPT_EARLY) find_skips(t);
+    if (attends_to_many || scores > MOST_KEPT_EARLY) find_skips(t);
     if (!has_gradient) {
-        t->keeps = t->keys < 3 || scores <= (t->skips ? MOST_KEPT_EARLY : MOST_KEPT);
+        t->keeps = t->keys < 3 || (!attends_to_many && scores <= (t->skips ? MOST_KEPT_EARLY : MOST_KEPT));
         notes[rank - 1] = t->keeps ? t->keys : 2;
         CHECK(output(context, 1, &t->stats, notes, rank));
     } else t->keeps = notes[rank - 1] == t->keys;
@@ -385,6 +389,7 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
     int64_t block = (has_gradient ? SCORES / 2 : SCORES) / t->keys;
     if (t->skips && block > MOST_SEEN) block = MOST_SEEN;
     if (block < LEAST_BLOCK) block = LEAST_BLOCK;
+    if (attends_to_many) block = SMALL_BLOCK;
     t->blocks = (t->rows + block - 1) / block, t->block = (t->rows + t->blocks - 1) / t->blocks;
     t->blocks = (t->rows + t->block - 1) / t->block;
     t->parts = t->batches >= PARTS ? 1 : gemm_min(PARTS / t->batches, t->blocks);
