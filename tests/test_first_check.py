@@ -35,7 +35,7 @@ from graphopt.runtime.checks import verdicts
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.checks.rows import ROWS, some_rows
-from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, slope_along
+from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, Question, agree_at_once, slope_along
 from passes.gradients.registry import RULES, SURROGATES
 
 RNG = np.random.default_rng(0)
@@ -696,7 +696,8 @@ def test_slopes(curve, precision):
 
     def verdict(found):
         loss = lambda p: float(function(p["x"][0]))  # noqa: E731
-        return slope_along(loss, point, loss(point), {"x": np.array([1.0])}, found, 1e-9, precision).verdict
+        asked = Question({"x": np.array([1.0])}, found, 1e-9, precision)
+        return slope_along(loss, point, loss(point), asked).verdict
 
     assert verdict(right) == "agrees"
     assert verdict(1.1 * right) == verdict(-right) == verdict(0.0) == "differs"
@@ -710,7 +711,8 @@ def test_the_other_side_is_computed_only_where_one_does_not_decide():
             points.append(float(point["x"][0]))
             return float(function(points[-1]))
 
-        slope = slope_along(loss, {"x": np.ones(1)}, function(1.0), {"x": np.ones(1)}, 3.0, 1e-9, precision)
+        asked = Question({"x": np.ones(1)}, 3.0, 1e-9, precision)
+        slope = slope_along(loss, {"x": np.ones(1)}, function(1.0), asked)
         assert slope.verdict == "agrees"
         return len(points)
 
@@ -725,7 +727,8 @@ def test_there_is_no_verdict_where_rounding_hides_the_slope():
     def loss(point):
         return float(np.float32(1e6 + 0.01 * point["x"][0] + 0.5 * rng.standard_normal()))
 
-    slope = slope_along(loss, {"x": np.array([1.0])}, 1e6, {"x": np.array([1.0])}, 0.02, 1e-9, SINGLE)
+    asked = Question({"x": np.array([1.0])}, 0.02, 1e-9, SINGLE)
+    slope = slope_along(loss, {"x": np.array([1.0])}, 1e6, asked)
     assert slope.verdict == "not checked"
 
 
@@ -737,18 +740,38 @@ def test_a_slope_that_rounding_hides_is_taken_at_the_farthest_step():
         calls.append(1)
         return float(np.float32(10.5 + 1.3e-3 * (point["x"][0] - 1)))
 
-    given = {"x": np.array([1.0])}, 10.5, {"x": np.array([1.0])}
     together = replace(SINGLE, tolerance=5e-3, doubted=5e-3)  # as of many parameters
-    assert slope_along(loss, *given, 1.3e-3, 1e-9, together).verdict == "agrees"
+
+    def verdict(found):
+        asked = Question({"x": np.array([1.0])}, found, 1e-9, together)
+        return slope_along(loss, {"x": np.array([1.0])}, 10.5, asked).verdict
+
+    assert verdict(1.3e-3) == "agrees"
     assert len(calls) == 4
-    assert slope_along(loss, *given, 1.5 * 1.3e-3, 1e-9, together).verdict == "differs"
+    assert verdict(1.5 * 1.3e-3) == "differs"
+
+
+@pytest.mark.parametrize("precision", [SINGLE, DOUBLE])
+def test_one_pass_tells_of_two_directions_whether_both_agree(precision):
+    """Each direction has its own step, and either error is seen as if it were the only direction."""
+    point = {"x": np.array([1.0, 2.0])}
+    loss = lambda p: float(3 * p["x"][0] + 0.01 * p["x"][1])  # noqa: E731
+
+    def told(*found):
+        ways = {"x": np.array([1.0, 0.0])}, {"x": np.array([0.0, 1.0])}
+        asked = [Question(way, slope, 1e-9, precision) for way, slope in zip(ways, found, strict=True)]
+        return agree_at_once(loss, point, loss(point), asked)
+
+    assert told(3.0, 0.01) == pytest.approx(told(3.0, 0.01)[::-1], rel=1e-6)
+    for error in (1 - precision.tolerance, 1 + precision.tolerance, -1):
+        assert told(3.0 * error, 0.01) is told(3.0, 0.01 * error) is None
 
 
 def test_any_subgradient_agrees():
     loss = lambda p: 1 + abs(float(p["x"][0]) - 1.0)  # noqa: E731
     point, along = {"x": np.array([1.0])}, {"x": np.array([1.0])}
     for found in (-1.0, -0.5, 0.5, 1.0):
-        assert slope_along(loss, point, 1.0, along, found, 1e-9, DOUBLE).verdict != "differs"
+        assert slope_along(loss, point, 1.0, Question(along, found, 1e-9, DOUBLE)).verdict != "differs"
 
 
 @pytest.mark.parametrize("step", ["gradient", "clip"])
