@@ -31,9 +31,10 @@ import passes
 from graphopt import cli, models
 from graphopt.graph import provenance
 from graphopt.graph.roles import FED, with_role
-from graphopt.runtime.checks import verdicts
+from graphopt.runtime.checks import first_check, updates, verdicts
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
+from graphopt.runtime.checks.forward import forward_of
 from graphopt.runtime.checks.rows import ROWS, some_rows
 from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, Question, agree_at_once, slope_along
 from passes.gradients.registry import RULES, SURROGATES
@@ -190,8 +191,16 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
 def test_updates_follow_formulas(optimizer):
     table = table_of(layers(), batch_for("layers"), optimizer=optimizer, clip=passes.ClipGlobalNorm(0.5))
-    updates = [x for x in table.findings if x.part == "update"]
-    assert [x.verdict for x in updates] == 6 * ["agrees"], str(table)
+    found = [x for x in table.findings if x.part == "update"]
+    assert [x.verdict for x in found] == 6 * ["agrees"], str(table)
+
+
+@pytest.fixture(params=["all", "some"])
+def numbers(request, monkeypatch):
+    """Check updates on all numbers of the parameters, and on some, as those of large ones."""
+    if request.param == "some":
+        monkeypatch.setattr(first_check, "MANY", 0)
+        monkeypatch.setattr(updates, "UPDATE_SAMPLE", 4)
 
 
 def after_steps(steps, network=layers, batch=None, **kinds) -> list[Finding]:
@@ -205,6 +214,7 @@ def after_steps(steps, network=layers, batch=None, **kinds) -> list[Finding]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
+@pytest.mark.usefixtures("numbers")
 def test_later_updates_follow_formulas_with_their_slots(optimizer):
     found = after_steps(3, optimizer=optimizer)
     assert [x.verdict for x in found] == 6 * ["agrees"], [*map(str, found)]
@@ -228,6 +238,7 @@ def test_slots_of_8_bits_follow_formulas_within_their_own_step(kind, steps):
     [passes.EMA(0.9), passes.SWA(), passes.SWA(start=3, every=2), passes.EMA(0.5, every=3)],
     ids=str,
 )
+@pytest.mark.usefixtures("numbers")
 def test_averages_follow_formulas(average, steps):
     found = after_steps(steps, average=average)
     assert [x.verdict for x in found] == 6 * ["agrees"], [*map(str, found)]
@@ -237,16 +248,41 @@ def test_averages_follow_formulas(average, steps):
 @pytest.mark.parametrize(
     "accumulate", [passes.Accumulate(4), passes.Accumulate(3, mean=False), passes.Accumulate()], ids=str
 )
-def test_sums_of_gradients_follow_the_rule(accumulate, steps):
+@pytest.mark.parametrize("clip", [passes.ClipGlobalNorm(0.5), None], ids=["clipped", "elementwise"])
+@pytest.mark.usefixtures("numbers")
+def test_sums_of_gradients_follow_the_rule(accumulate, steps, clip):
     found = after_steps(
         steps,
         accumulate=accumulate,
         optimizer=passes.AdamW(),
-        clip=passes.ClipGlobalNorm(0.5),
+        clip=clip,
         average=passes.EMA(0.9),
     )
     assert found[0].name == "accumulated"
     assert [x.verdict for x in found] == 7 * ["agrees"], [*map(str, found)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
+def test_only_updates_that_read_nothing_but_their_own_place_are_checked_on_some_numbers(optimizer):
+    step = graphopt.load(compiled(models.mlp((4,), 3, hidden=[8]), optimizer=optimizer))
+    gradients = forward_of(step).gradients
+    reads_more = (passes.LAMB, passes.Muon, passes.Adafactor)
+    assert (updates.update_part(step, gradients) is None) == isinstance(optimizer, reads_more)
+    clipped = compiled(models.mlp((4,), 3), optimizer=optimizer, clip=passes.ClipGlobalNorm(0.5))
+    assert updates.update_part(graphopt.load(clipped), gradients) is None
+
+
+@pytest.mark.usefixtures("numbers")
+def test_a_wrong_update_of_some_numbers_is_found(monkeypatch):
+    own = passes.AdamW.update
+
+    def wrong(self, op, w, g, rate, t, *slots):
+        new, *rest = own(self, op, w, g, rate, t, *slots)
+        return (w + 1.01 * (new - w), *rest)
+
+    monkeypatch.setattr(passes.AdamW, "update", wrong)
+    found = after_steps(2, optimizer=passes.AdamW())
+    assert {x.verdict for x in found} == {"differs"}
 
 
 class Halfway(passes.Average):
