@@ -74,6 +74,7 @@ MOST_PASSES, MOST_LARGE_PASSES = 300, 40
 # Numbers of a parameter on average, from which on only some of them are updated, as a graph of its own.
 MANY = 2**17
 PERIOD = 65537  # numbers from which random ones repeat, a prime
+FEWEST_DRAWN = 2**12  # numbers, so that two small parameters have the same ones by little chance
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
 REFERENCE = Path(__file__).parents[3] / "passes" / "optimizers" / "reference.py"
@@ -257,7 +258,7 @@ class _Step:
                 whole = whole.clone()
                 _in(whole, ir.DataType.FLOAT)
             numbers = sum(state[name].size for name in self.forward.gradients)
-            is_worth = numbers >= MANY * len(self.forward.gradients)
+            is_worth = numbers >= MANY * max(1, len(self.forward.gradients))
             self._update = update_part(whole, self.forward.gradients) if is_worth else None
             if self._update is not None:
                 made = {y.name for y in self._update.graph.outputs}
@@ -570,13 +571,14 @@ class _Draws:
         self._rng, self._numbers, self._most = rng, numbers, numbers.size // 2
 
     def of(self, x: np.ndarray) -> np.ndarray:
+        """Return the numbers of an array."""
         start = int(self._rng.integers(self._most))
         return self._numbers[start : start + min(self._most, x.size)]
 
 
 def _needed(arrays: Arrays, names: Sequence[str]) -> int:
     """Return how many random numbers some arrays need."""
-    return 2 * min(PERIOD, max([1, *(arrays[name].size for name in names)]))
+    return 2 * min(PERIOD, max([FEWEST_DRAWN, *(arrays[name].size for name in names)]))
 
 
 def _periodic(operation: np.ufunc, x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
