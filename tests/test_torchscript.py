@@ -737,6 +737,15 @@ def test_a_parameter_with_the_name_of_a_buffer_trains_and_is_unsure(name: str, f
     assert any("; trained, which changes" in line and f"{name!r}" in line for line in said)
 
 
+@pytest.mark.parametrize("function", [scaled, shifted])
+@pytest.mark.parametrize("name", ["running_scale", "running_mean"])
+def test_a_running_number_that_only_multiplies_is_no_statistic(name: str, function: Callable) -> None:
+    made = named(name, torch.randn(8, generator=torch.Generator().manual_seed(0)), function, True)
+    loaded, said = decided(export(Row(lambda: made, V))[1])
+    assert (name in trained(loaded)) == (name == "running_scale" and function is scaled)
+    assert any(f"{name!r}" in line for line in said)
+
+
 REGULAR = {
     "mask": [1.0, 0, 1, 1, 0, 0, 1, 0],
     "attn_mask": [0.0, 0, -10000, 0, -10000, 0, 0, 0],
