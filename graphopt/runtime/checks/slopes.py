@@ -169,7 +169,8 @@ def agree_at_once(
     for question in asked:
         if not (move := question.move(point)):
             return None
-        step = question.step(start, move)
+        # Nothing changes along a slope of 0, and a step of the usual length may be less than rounding.
+        step = question.step(start, move) if question.found else 2 * MOVED / move
         for name, d in question.direction.items():
             change = np.multiply(d, step, dtype=point[name].dtype)
             change += moved[name]
