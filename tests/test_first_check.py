@@ -102,7 +102,7 @@ LEVELS = [  # a network, a parameter, the factor of its gradient, and which leve
     ("layers", "w1", 1.01, ["first", "full"]),
     ("layers", "b0", 1.01, ["first", "full"]),
     ("layers", "w1", 1.005, ["full"]),
-    *(("deep", "k9", factor, ["first", "full"]) for factor in (1.25, 1.3, 1.35)),
+    *(("deep", "k9", factor, ["first", "full"]) for factor in (1.2, 1.25, 1.3, 1.35)),
     ("images", "k0", 1.1, ["full"]),
     ("deep", "k9", 1.05, ["full"]),
 ]

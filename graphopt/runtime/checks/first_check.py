@@ -74,7 +74,6 @@ MOST_PASSES, MOST_LARGE_PASSES = 300, 40
 # Numbers of a parameter on average, from which on only some of them are updated, as a graph of its own.
 MANY = 2**17
 PERIOD = 65537  # numbers from which random ones repeat, a prime
-FEWEST_DRAWN = 2**12  # numbers, so that two small parameters have the same ones by little chance
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
 REFERENCE = Path(__file__).parents[3] / "passes" / "optimizers" / "reference.py"
@@ -281,12 +280,11 @@ class _Step:
 
     def _moved(self, state: Arrays) -> Arrays:
         """Return a state whose parameters differ a little from those at hand."""
+        rng = np.random.default_rng(0)
         moved = dict(state)
         names = [name for name in self.forward.gradients if name not in self.forward.unchecked]
-        rng = np.random.default_rng(0)
-        draws = _Draws(rng, rng.standard_normal(_needed(state, names), np.float32))
         for name, size in typical_sizes({name: state[name] for name in names}).items():
-            noise = SINGLE.jitter * size * draws.of(state[name])
+            noise = SINGLE.jitter * size * rng.standard_normal(min(PERIOD, state[name].size), np.float32)
             for each in (name, *self.forward.moved.get(name, [])):
                 moved[each] = _periodic(np.add, state[each], noise).astype(state[each].dtype, copy=False)
         return moved
@@ -511,12 +509,11 @@ class _Slopes:
             direction = {name: self._step.gradients[name] / (self._norms[name] or 1.0)}
             return self._question(direction, 0.0, self._precision)
         rng, direction = np.random.default_rng(1), {}
-        draws = _Draws(rng, rng.uniform(0.5, 1.5, _needed(self._step.gradients, names)))
         for name in names:
             if norm := self._norms[name]:
                 g = self._step.gradients[name]
                 share = min(self._typical / norm, FARTHEST_MOVE * self._length(name)) / norm
-                weights = share * draws.of(g)
+                weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
                 direction[name] = _periodic(np.multiply, g, weights.astype(g.dtype))
         change = self._precision.change * len(names) ** 0.25
         tolerance = self._precision.tolerance * min(1.0, STRICT_TOGETHER / len(names))
@@ -527,14 +524,13 @@ class _Slopes:
     def _along_signs(self, names: Sequence[str]) -> Question:
         """Ask along random signs of each entry, in float32 of those whose gradient is 0."""
         rng, direction, square = np.random.default_rng(2), {}, 0.0
-        draws = _Draws(rng, rng.choice([-1.0, 1.0], _needed(self._step.gradients, names)))
         slopes = {name: self._norms[name] * self._sizes[name] for name in self._names}
         typical = float(np.median([*slopes.values()])) or 1.0
         least = min((x for x in self._entry.values() if x), default=0.0)
         for name in names:
             g, scale = self._step.gradients[name], self._sizes[name]
             scale *= min(1.0, typical / (slopes[name] or typical))
-            signs = scale * draws.of(g)
+            signs = scale * rng.choice([-1.0, 1.0], min(PERIOD, g.size))
             where = np.ones(g.shape, bool) if self._is_double else g == 0
             direction[name] = _periodic(np.multiply, where, signs.astype(g.dtype))
             square += (self._entry[name] or least) ** 2 * dot(direction[name], direction[name])
@@ -562,23 +558,6 @@ class _Slopes:
             doubt = abs(_inner(precise, direction) - found)
             is_rounding = slope_of(_inner(precise, direction)).verdict == "agrees"
         return replace(slope, doubt=doubt, verdict="not checked") if is_rounding else slope
-
-
-class _Draws:
-    """Hand out random numbers for the places of arrays: each has its own part of a few, or repeats it."""
-
-    def __init__(self, rng: np.random.Generator, numbers: np.ndarray) -> None:
-        self._rng, self._numbers, self._most = rng, numbers, numbers.size // 2
-
-    def of(self, x: np.ndarray) -> np.ndarray:
-        """Return the numbers of an array."""
-        start = int(self._rng.integers(self._most))
-        return self._numbers[start : start + min(self._most, x.size)]
-
-
-def _needed(arrays: Arrays, names: Sequence[str]) -> int:
-    """Return how many random numbers some arrays need."""
-    return 2 * min(PERIOD, max([FEWEST_DRAWN, *(arrays[name].size for name in names)]))
 
 
 def _periodic(operation: np.ufunc, x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
