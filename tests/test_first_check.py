@@ -31,11 +31,12 @@ import passes
 from graphopt import cli, models
 from graphopt.graph import provenance
 from graphopt.graph.roles import FED, with_role
-from graphopt.runtime.checks import verdicts
+from graphopt.runtime.checks import first_check, updates, verdicts
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
+from graphopt.runtime.checks.forward import forward_of
 from graphopt.runtime.checks.rows import ROWS, some_rows
-from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, slope_along
+from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, Question, agree_at_once, slope_along
 from passes.gradients.registry import RULES, SURROGATES
 
 RNG = np.random.default_rng(0)
@@ -190,8 +191,16 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
 def test_updates_follow_formulas(optimizer):
     table = table_of(layers(), batch_for("layers"), optimizer=optimizer, clip=passes.ClipGlobalNorm(0.5))
-    updates = [x for x in table.findings if x.part == "update"]
-    assert [x.verdict for x in updates] == 6 * ["agrees"], str(table)
+    found = [x for x in table.findings if x.part == "update"]
+    assert [x.verdict for x in found] == 6 * ["agrees"], str(table)
+
+
+@pytest.fixture(params=["all", "some"])
+def numbers(request, monkeypatch):
+    """Check updates on all numbers of the parameters, and on some, as those of large ones."""
+    if request.param == "some":
+        monkeypatch.setattr(first_check, "MANY", 0)
+        monkeypatch.setattr(updates, "UPDATE_SAMPLE", 4)
 
 
 def after_steps(steps, network=layers, batch=None, **kinds) -> list[Finding]:
@@ -205,6 +214,7 @@ def after_steps(steps, network=layers, batch=None, **kinds) -> list[Finding]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
+@pytest.mark.usefixtures("numbers")
 def test_later_updates_follow_formulas_with_their_slots(optimizer):
     found = after_steps(3, optimizer=optimizer)
     assert [x.verdict for x in found] == 6 * ["agrees"], [*map(str, found)]
@@ -228,6 +238,7 @@ def test_slots_of_8_bits_follow_formulas_within_their_own_step(kind, steps):
     [passes.EMA(0.9), passes.SWA(), passes.SWA(start=3, every=2), passes.EMA(0.5, every=3)],
     ids=str,
 )
+@pytest.mark.usefixtures("numbers")
 def test_averages_follow_formulas(average, steps):
     found = after_steps(steps, average=average)
     assert [x.verdict for x in found] == 6 * ["agrees"], [*map(str, found)]
@@ -237,16 +248,39 @@ def test_averages_follow_formulas(average, steps):
 @pytest.mark.parametrize(
     "accumulate", [passes.Accumulate(4), passes.Accumulate(3, mean=False), passes.Accumulate()], ids=str
 )
-def test_sums_of_gradients_follow_the_rule(accumulate, steps):
+@pytest.mark.parametrize("clip", [passes.ClipGlobalNorm(0.5), None], ids=["clipped", "elementwise"])
+@pytest.mark.usefixtures("numbers")
+def test_sums_of_gradients_follow_the_rule(accumulate, steps, clip):
     found = after_steps(
         steps,
         accumulate=accumulate,
         optimizer=passes.AdamW(),
-        clip=passes.ClipGlobalNorm(0.5),
+        clip=clip,
         average=passes.EMA(0.9),
     )
     assert found[0].name == "accumulated"
     assert [x.verdict for x in found] == 7 * ["agrees"], [*map(str, found)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
+def test_only_updates_that_read_nothing_but_their_own_place_are_checked_on_some_numbers(optimizer):
+    for clip in (None, passes.ClipGlobalNorm(0.5)):
+        step = graphopt.load(compiled(optimizer=optimizer, clip=clip))
+        reads_more = isinstance(optimizer, passes.LAMB | passes.Muon | passes.Adafactor) or clip is not None
+        assert (updates.update_part(step, forward_of(step).gradients) is None) == reads_more
+
+
+@pytest.mark.usefixtures("numbers")
+def test_a_wrong_update_of_some_numbers_is_found(monkeypatch):
+    own = passes.AdamW.update
+
+    def wrong(self, op, w, g, rate, t, *slots):
+        new, *rest = own(self, op, w, g, rate, t, *slots)
+        return (w + 1.01 * (new - w), *rest)
+
+    monkeypatch.setattr(passes.AdamW, "update", wrong)
+    found = after_steps(2, optimizer=passes.AdamW())
+    assert {x.verdict for x in found} == {"differs"}
 
 
 class Halfway(passes.Average):
@@ -696,7 +730,8 @@ def test_slopes(curve, precision):
 
     def verdict(found):
         loss = lambda p: float(function(p["x"][0]))  # noqa: E731
-        return slope_along(loss, point, loss(point), {"x": np.array([1.0])}, found, 1e-9, precision).verdict
+        asked = Question({"x": np.array([1.0])}, found, 1e-9, precision)
+        return slope_along(loss, point, loss(point), asked).verdict
 
     assert verdict(right) == "agrees"
     assert verdict(1.1 * right) == verdict(-right) == verdict(0.0) == "differs"
@@ -710,7 +745,8 @@ def test_the_other_side_is_computed_only_where_one_does_not_decide():
             points.append(float(point["x"][0]))
             return float(function(points[-1]))
 
-        slope = slope_along(loss, {"x": np.ones(1)}, function(1.0), {"x": np.ones(1)}, 3.0, 1e-9, precision)
+        asked = Question({"x": np.ones(1)}, 3.0, 1e-9, precision)
+        slope = slope_along(loss, {"x": np.ones(1)}, function(1.0), asked)
         assert slope.verdict == "agrees"
         return len(points)
 
@@ -725,7 +761,8 @@ def test_there_is_no_verdict_where_rounding_hides_the_slope():
     def loss(point):
         return float(np.float32(1e6 + 0.01 * point["x"][0] + 0.5 * rng.standard_normal()))
 
-    slope = slope_along(loss, {"x": np.array([1.0])}, 1e6, {"x": np.array([1.0])}, 0.02, 1e-9, SINGLE)
+    asked = Question({"x": np.array([1.0])}, 0.02, 1e-9, SINGLE)
+    slope = slope_along(loss, {"x": np.array([1.0])}, 1e6, asked)
     assert slope.verdict == "not checked"
 
 
@@ -737,18 +774,38 @@ def test_a_slope_that_rounding_hides_is_taken_at_the_farthest_step():
         calls.append(1)
         return float(np.float32(10.5 + 1.3e-3 * (point["x"][0] - 1)))
 
-    given = {"x": np.array([1.0])}, 10.5, {"x": np.array([1.0])}
     together = replace(SINGLE, tolerance=5e-3, doubted=5e-3)  # as of many parameters
-    assert slope_along(loss, *given, 1.3e-3, 1e-9, together).verdict == "agrees"
+
+    def verdict(found):
+        asked = Question({"x": np.array([1.0])}, found, 1e-9, together)
+        return slope_along(loss, {"x": np.array([1.0])}, 10.5, asked).verdict
+
+    assert verdict(1.3e-3) == "agrees"
     assert len(calls) == 4
-    assert slope_along(loss, *given, 1.5 * 1.3e-3, 1e-9, together).verdict == "differs"
+    assert verdict(1.5 * 1.3e-3) == "differs"
+
+
+@pytest.mark.parametrize("precision", [SINGLE, DOUBLE])
+def test_one_pass_tells_of_two_directions_whether_both_agree(precision):
+    """Each direction has its own step, and either error is seen as if it were the only direction."""
+    point = {"x": np.array([1.0, 2.0])}
+    loss = lambda p: float(3 * p["x"][0] + 0.01 * p["x"][1])  # noqa: E731
+
+    def told(*found):
+        ways = {"x": np.array([1.0, 0.0])}, {"x": np.array([0.0, 1.0])}
+        asked = [Question(way, slope, 1e-9, precision) for way, slope in zip(ways, found, strict=True)]
+        return agree_at_once(loss, point, loss(point), asked)
+
+    assert told(3.0, 0.01) == pytest.approx(told(3.0, 0.01)[::-1], rel=1e-6)
+    for error in (1 - precision.tolerance, 1 + precision.tolerance, -1):
+        assert told(3.0 * error, 0.01) is told(3.0, 0.01 * error) is None
 
 
 def test_any_subgradient_agrees():
     loss = lambda p: 1 + abs(float(p["x"][0]) - 1.0)  # noqa: E731
     point, along = {"x": np.array([1.0])}, {"x": np.array([1.0])}
     for found in (-1.0, -0.5, 0.5, 1.0):
-        assert slope_along(loss, point, 1.0, along, found, 1e-9, DOUBLE).verdict != "differs"
+        assert slope_along(loss, point, 1.0, Question(along, found, 1e-9, DOUBLE)).verdict != "differs"
 
 
 @pytest.mark.parametrize("step", ["gradient", "clip"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import warnings
 
 import numpy as np
 import onnx
@@ -263,6 +264,28 @@ def test_probabilities_are_compared_by_their_logits_where_those_are_in_the_graph
     assert outputs["loss"] > 250
     with pytest.warns(UserWarning, match="comes out of"):
         graphopt.compile(proto, loss=getattr(passes, loss)(), optimizer=passes.SGD())
+
+
+@pytest.mark.parametrize(
+    ("shares", "warns"),
+    [
+        ("s = ReduceSum(z, axes)\n y = Div(z, s)", True),
+        ("a = Abs(z)\n s = ReduceSum(a, axes)\n c = Clip(s, small)\n y = Div(z, c)", True),
+        ("s = ReduceL1(z, axes)\n b = Add(s, small)\n y = Div(z, b)", True),
+        ("s = ReduceMean(z, axes)\n y = Div(z, s)", False),
+        ("s = ReduceSum(w, axes)\n y = Div(z, s)", False),
+    ],
+)
+def test_shares_of_their_own_sum_are_told_to_be_no_logits(shares, warns):
+    proto = model(
+        f"g (float[N,3] x) => (float[N,3] y) <int64[1] axes = {{-1}}, float small = {{1e-6}}> "
+        f"{{ v = Add(x, w)\n z = Exp(v)\n {shares} }}",
+        w=np.zeros((1, 3), np.float32),
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        graphopt.compile(proto, loss=passes.CrossEntropy(), optimizer=passes.SGD())
+    assert any("comes out of a division by its own sum" in str(x.message) for x in told) == warns
 
 
 def traced_loss(op, prediction, target):

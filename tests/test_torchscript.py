@@ -737,6 +737,19 @@ def test_a_parameter_with_the_name_of_a_buffer_trains_and_is_unsure(name: str, f
     assert any("; trained, which changes" in line and f"{name!r}" in line for line in said)
 
 
+def multiplied(m, x):
+    return m.head(torch.tanh(m.layer(x)) * m.p)
+
+
+@pytest.mark.parametrize("function", [multiplied, shifted])
+@pytest.mark.parametrize("name", ["running_scale", "running_mean"])
+def test_a_running_number_that_only_multiplies_is_no_statistic(name: str, function: Callable) -> None:
+    made = named(name, torch.randn(8, generator=torch.Generator().manual_seed(0)), function, True)
+    loaded, said = decided(export(Row(lambda: made, V))[1])
+    assert (name in trained(loaded)) == (name == "running_scale" and function is multiplied)
+    assert any(f"{name!r}" in line for line in said)
+
+
 REGULAR = {
     "mask": [1.0, 0, 1, 1, 0, 0, 1, 0],
     "attn_mask": [0.0, 0, -10000, 0, -10000, 0, 0, 0],
@@ -756,7 +769,7 @@ REGULAR = {
 }
 
 
-@pytest.mark.parametrize("function", [shifted, lambda m, x: m.head(torch.tanh(m.layer(x)) * m.p)])
+@pytest.mark.parametrize("function", [shifted, multiplied])
 @pytest.mark.parametrize("name", REGULAR)
 @pytest.mark.sample(8)
 def test_a_buffer_with_regular_numbers_does_not_train(name: str, function: Callable) -> None:

@@ -53,13 +53,16 @@ class SourceFile:
             return hashlib.sha256(storage.skeleton(self.source)[0]).hexdigest()
         return storage.model_digest(self.source)
 
+    def is_same(self, content: bytes | str | None = None) -> bool:
+        """Return whether the model is still the one that was compiled; its content is written again unless given."""
+        if isinstance(self.source, onnx.ModelProto) and isinstance(content, bytes):
+            return self.mark == _mark_of(content)
+        return isinstance(self.source, bytes) or self.mark == _mark(self.source)
+
     def content(self) -> bytes | str | None:
-        """Return the model as ONNX Runtime opens it: bytes, or a path; None if it has changed."""
-        if isinstance(self.source, onnx.ModelProto):  # written once, since weights may be many
-            content = self.source.SerializeToString(deterministic=True)
-            return content if self.mark == _mark_of(content) else None
-        if self.mark != _mark(self.source):
-            return None
+        """Return the model as ONNX Runtime opens it: bytes, or a path; None if it has too many weights."""
+        if isinstance(self.source, onnx.ModelProto):  # as it was for the mark
+            return self.source.SerializeToString(deterministic=True)
         if isinstance(self.source, Path):
             if self.source.suffix in BINARY:
                 return str(self.source)

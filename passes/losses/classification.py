@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ON_DEMAND
 from graphopt.graph.rewriting import Read
-from graphopt.graph.values import constant_number, dims_of, is_floating, rank, wide_type
+from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, rank, wide_type
 from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.differentiate import stop_gradient
@@ -24,6 +24,7 @@ from passes.losses.loss import Loss, epsilon, new_input, positive
 __all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Hinge", "KLDivergence"]
 
 _MANY_CLASSES = 2**20  # classes from which on the graph computes the class numbers instead of storing them
+_BESIDE_A_SUM = {"Add", "Cast", "Clip", "Expand", "Identity", "Max", "Reshape", "Unsqueeze"}
 IMPOSSIBLE = -1e30  # the logarithm of a probability of 0; with infinity, gradients would be NaN
 
 
@@ -486,15 +487,30 @@ def _logits(
 
 
 def _activation_of(x: ir.Value | None) -> str | None:
-    """Return the Sigmoid or Softmax of whose shares a value consists, or None; scikit-learn puts 1 - p beside p."""
+    """Return what makes probabilities of which a value consists, or None; scikit-learn puts 1 - p beside p."""
     while x is not None and (node := x.producer()) is not None and node.domain == "":
         if node.op_type in ("Sigmoid", "Softmax"):
             return node.op_type
+        if node.op_type == "Div" and _is_sum(node.inputs[1], node.inputs[0]):
+            return "a division by its own sum"
         is_share = node.op_type == "Concat" or (
             node.op_type == "Sub" and constant_number(node.inputs[0]) == 1
         )
         x = node.inputs[-1] if is_share else None
     return None
+
+
+def _is_sum(total: ir.Value | None, x: ir.Value | None) -> bool:
+    """Return whether a value is the sum of another, or of its magnitudes, kept away from 0 or not."""
+    while total is not None and (node := total.producer()) is not None and node.domain == "":
+        if node.op_type in ("ReduceSum", "ReduceL1"):
+            (summed,) = node.inputs[:1]
+            of = None if summed is None else summed.producer()
+            return summed is x or (of is not None and of.op_type == "Abs" and of.inputs[0] is x)
+        if node.op_type not in _BESIDE_A_SUM:
+            return False
+        total = next((y for y in node.inputs if y is not None and constant_of(y) is None), None)
+    return False
 
 
 def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:

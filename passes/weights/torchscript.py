@@ -255,7 +255,10 @@ def _buffer(value: ir.Value, known: Collection[str]) -> Origin:
         Kind.BUFFER, "its name is one that buffers have", Evidence.NAME, certain=False, named=True
     )
     leaf = name_of(value).rpartition(".")[2].strip("_")
-    if leaf in _STATE or leaf.startswith(_STATE_PREFIXES) or any(leaf.endswith(f"_{x}") for x in _STATE):
+    # A statistic shifts or divides, and what multiplies alone may be a weight.
+    is_state = not leaf.startswith("running_") or any(x.op_type != "Mul" for x in value.consumers())
+    is_state = is_state and leaf.startswith(_STATE_PREFIXES)
+    if leaf in _STATE or is_state or any(leaf.endswith(f"_{x}") for x in _STATE):
         return origin
     if _has_statistics(name_of(value), known):
         return replace(origin, why=f"{origin.why}, beside that of another statistic")

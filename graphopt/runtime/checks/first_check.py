@@ -27,7 +27,7 @@ from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.precision import retype
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import weight_bytes
-from graphopt.graph.traversal import all_nodes
+from graphopt.graph.traversal import all_nodes, extracted_model
 from graphopt.graph.values import name_of, swap
 from graphopt.pipeline import garbage_waits
 from graphopt.runtime.checks.file import file_findings
@@ -39,9 +39,12 @@ from graphopt.runtime.checks.slopes import (
     ROUNDINGS_OF_NOISE,
     SINGLE,
     Arrays,
+    Direction,
     Precision,
+    Question,
     Slope,
     Verdict,
+    agree_at_once,
     dot,
     is_finite,
     norm_of,
@@ -49,7 +52,7 @@ from graphopt.runtime.checks.slopes import (
     typical_sizes,
     wide,
 )
-from graphopt.runtime.checks.updates import Updates
+from graphopt.runtime.checks.updates import Updates, forget_types, some_of, update_part
 from graphopt.runtime.checks.verdicts import ROOM, digest_of, read_note, write_note, write_reproducer
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import placement_of
@@ -68,6 +71,8 @@ STRICT_TOGETHER = 5  # parameters that are checked together as strictly as one
 FARTHEST_MOVE = 4
 # Forward passes, after which an open question stays open; of large graphs, while nothing differs.
 MOST_PASSES, MOST_LARGE_PASSES = 300, 40
+# Numbers of a parameter on average, from which on only some of them are updated, as a graph of its own.
+MANY = 2**17
 PERIOD = 65537  # numbers from which random ones repeat, a prime
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
@@ -251,6 +256,14 @@ class _Step:
             if self._is_narrow:
                 whole = whole.clone()
                 _in(whole, ir.DataType.FLOAT)
+            numbers = sum(state[name].size for name in self.forward.gradients)
+            is_worth = numbers >= MANY * max(1, len(self.forward.gradients))
+            self._update = update_part(whole, self.forward.gradients) if is_worth else None
+            if self._update is not None:
+                made = {y.name for y in self._update.graph.outputs}
+                shown = [y for y in whole.graph.outputs if y.name not in made]
+                whole = extracted_model(whole, list(whole.graph.inputs), shown)
+                forget_types(whole)
             # Few runs do not make up for the runtime's optimization.
             self._session = Session(device, whole, optimized=False)
         self._whole = whole
@@ -287,10 +300,23 @@ class _Step:
         names = [name for name in self.gradients if name not in self.forward.unchecked]
         if names:
             yield from _Slopes(self, names).findings()
-        passes = {} if origin is None else origin.passes
-        yield from Updates(
-            self._whole, self.run, self.state, self.outputs, self.gradients, self.norms
-        ).findings(passes)
+        yield from self._updates().findings({} if origin is None else origin.passes)
+
+    def _updates(self) -> Updates:
+        """Return the updates of the step; of some numbers if the others have no part in them."""
+        part = self._update
+        if part is None:
+            return Updates(self._whole, self.run, self.state, self.outputs, self.gradients, self.norms)
+        session = Session(self._device, part, optimized=False)
+        state, gradients = (
+            {name: some_of(x) for name, x in xs.items()} for xs in (self.state, self.gradients)
+        )
+        given = {self.forward.gradients[name]: g for name, g in gradients.items()}
+
+        def run(arrays: Arrays) -> Arrays:
+            return session.compute_arrays(_fed(part, {**arrays, **given}))
+
+        return Updates(self._whole, run, state, run(state), gradients, self.norms)
 
     def run(self, arrays: Arrays) -> Arrays:
         """Return the outputs of the step for a state and its batch."""
@@ -410,9 +436,14 @@ class _Slopes:
             return
         dtype = np.float64 if self._is_double else np.float32
         self._point = {name: step.state[name].astype(dtype, copy=False) for name in self._names}
+        signed = [name for name in self._names if self._is_double or (step.gradients[name] == 0).any()]
+        if signed and not step.is_full:
+            asked = self._along_gradients(self._names), self._along_signs(signed)
+            if both := agree_at_once(self._loss, self._point, start, asked):
+                yield self._finding(self._names, *both, "agrees", f"{ALONG} and {SIGNS}")
+                return
         groups = [[name] for name in self._names] if step.is_full else [self._names]
         found = [x for names in groups for x in self._searched(names, self._along_gradients, ALONG)]
-        signed = [name for name in self._names if self._is_double or (step.gradients[name] == 0).any()]
         found += self._searched(signed, self._along_signs, SIGNS) if signed else []
         if not self._is_double and any(x.verdict != "agrees" for x in found) and not self._is_noted(loss({})):
             yield Finding("gradient", "all", "not checked", reason=reason)
@@ -427,16 +458,14 @@ class _Slopes:
         return math.isfinite(loss) and abs(loss - noted) <= 1e-2 * max(abs(noted), 1e-3)
 
     def _searched(
-        self, names: Sequence[str], slope_of: Callable[[Sequence[str]], Slope], how: str
+        self, names: Sequence[str], question_of: Callable[[Sequence[str]], Question], how: str
     ) -> Iterator[Finding]:
         """Yield a finding for parameters whose slope agrees, and for each one of the others."""
-        slope = slope_of(names)
-        norm = math.sqrt(sum(self._norms[name] ** 2 for name in names))
-        title = names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
+        slope = self._compared(question_of(names))
 
         def finding(verdict: Verdict, reason: str = "") -> Finding:
             told = f"{how}{reason and ', '}{reason}"
-            return Finding("gradient", title, verdict, slope.expected, slope.found, norm, told)
+            return self._finding(names, slope.expected, slope.found, verdict, told)
 
         if slope.verdict == "agrees":
             yield finding("agrees")
@@ -448,10 +477,18 @@ class _Slopes:
             yield finding("not checked", f"after {self._passes} forward passes: verify='full' goes on")
         else:
             halves = (names[: len(names) // 2], names[len(names) // 2 :])
-            found = [x for half in halves for x in self._searched(half, slope_of, how)]
+            found = [x for half in halves for x in self._searched(half, question_of, how)]
             if slope.verdict == "differs" and all(x.verdict == "agrees" for x in found):
                 yield finding("not checked", "they differ together, and agree in parts")
             yield from found
+
+    def _finding(
+        self, names: Sequence[str], expected: float, found: float, verdict: Verdict, how: str
+    ) -> Finding:
+        """Return what is found about some parameters."""
+        norm = math.sqrt(sum(self._norms[name] ** 2 for name in names))
+        title = names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
+        return Finding("gradient", title, verdict, expected, found, norm, how)
 
     def _most_passes(self, slope: Slope) -> int:
         is_large = self._step.is_low and slope.verdict != "differs"
@@ -465,12 +502,12 @@ class _Slopes:
         """Return the size of a parameter as a vector."""
         return self._sizes[name] * math.sqrt(self._step.state[name].size)
 
-    def _along_gradients(self, names: Sequence[str]) -> Slope:
-        """Compare along a gradient, or a sum of several that have about the same slope."""
+    def _along_gradients(self, names: Sequence[str]) -> Question:
+        """Ask along a gradient, or a sum of several that have about the same slope."""
         if len(names) == 1:
             (name,) = names
             direction = {name: self._step.gradients[name] / (self._norms[name] or 1.0)}
-            return self._compared(direction, 0.0, self._precision)
+            return self._question(direction, 0.0, self._precision)
         rng, direction = np.random.default_rng(1), {}
         for name in names:
             if norm := self._norms[name]:
@@ -482,10 +519,10 @@ class _Slopes:
         tolerance = self._precision.tolerance * min(1.0, STRICT_TOGETHER / len(names))
         doubted = self._precision.doubted / len(names)
         precision = replace(self._precision, change=change, tolerance=tolerance, doubted=doubted)
-        return self._compared(direction, 0.0, precision)
+        return self._question(direction, 0.0, precision)
 
-    def _along_signs(self, names: Sequence[str]) -> Slope:
-        """Compare along random signs of each entry, in float32 of those whose gradient is 0."""
+    def _along_signs(self, names: Sequence[str]) -> Question:
+        """Ask along random signs of each entry, in float32 of those whose gradient is 0."""
         rng, direction, square = np.random.default_rng(2), {}, 0.0
         slopes = {name: self._norms[name] * self._sizes[name] for name in self._names}
         typical = float(np.median([*slopes.values()])) or 1.0
@@ -497,17 +534,21 @@ class _Slopes:
             where = np.ones(g.shape, bool) if self._is_double else g == 0
             direction[name] = _periodic(np.multiply, where, signs.astype(g.dtype))
             square += (self._entry[name] or least) ** 2 * dot(direction[name], direction[name])
-        return self._compared(direction, self._precision.lost * math.sqrt(square), self._precision)
+        return self._question(direction, self._precision.lost * math.sqrt(square), self._precision)
 
-    def _compared(self, direction: Arrays, least: float, precision: Precision) -> Slope:
-        """Compare slopes; a difference that rounding of the gradient may explain is none."""
+    def _question(self, direction: Arrays, least: float, precision: Precision) -> Question:
+        """Ask whether slopes agree along a direction."""
         length = math.sqrt(sum(dot(d, d) for d in direction.values()))
         least = max(least, 2e-6 * max(self._norms.values()) * length)
+        return Question(direction, _inner(self._step.gradients, direction), least, precision)
+
+    def _compared(self, asked: Question) -> Slope:
+        """Compare slopes; a difference that rounding of the gradient may explain is none."""
+        direction, found = asked.direction, asked.found
 
         def slope_of(found: float) -> Slope:
-            return slope_along(self._loss, self._point, self._start, direction, found, least, precision)
+            return slope_along(self._loss, self._point, self._start, replace(asked, found=found))
 
-        found = _inner(self._step.gradients, direction)
         slope = slope_of(found)
         if slope.verdict != "differs":
             return slope
@@ -530,7 +571,7 @@ def _periodic(operation: np.ufunc, x: np.ndarray, numbers: np.ndarray) -> np.nda
     return found.reshape(x.shape)
 
 
-def _inner(gradients: Arrays, direction: Arrays) -> float:
+def _inner(gradients: Arrays, direction: Direction) -> float:
     """Return the inner product of gradients and a direction."""
     return sum(dot(gradients[name], d) for name, d in direction.items())
 

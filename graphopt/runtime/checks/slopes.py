@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -116,15 +116,72 @@ def typical_sizes(parameters: Arrays) -> dict[str, float]:
     return sizes
 
 
-def slope_along(
-    loss: Callable[[Arrays], float],
-    point: Arrays,
-    start: float,
-    direction: Direction,
-    found: float,
-    least: float,
-    precision: Precision,
-) -> Slope:
+@dataclass(frozen=True)
+class Question:
+    """Ask whether a loss has the slope along a direction that its gradient has.
+
+    Args:
+        direction: what is added to some parameters, times the step.
+        found: the inner product of the gradient and the direction.
+        least: the difference that is always rounding of the gradient.
+        precision: how exactly the loss is computed.
+    """
+
+    direction: Direction
+    found: float
+    least: float
+    precision: Precision
+
+    @property
+    def allowed(self) -> float:
+        """Return the difference of slopes that agree."""
+        return max(self.precision.tolerance * abs(self.found), self.least)
+
+    def move(self, point: Arrays) -> float:
+        """Return the largest number of the direction, relative to its parameter's own size."""
+        sizes = typical_sizes({name: point[name] for name in self.direction})
+        return max(
+            (
+                max(d.max(initial=0.0), -d.min(initial=0.0)) / sizes[name]
+                for name, d in self.direction.items()
+            ),
+            default=0.0,
+        )
+
+    def wanted(self, start: float) -> float:
+        """Return the change of the loss that a step is to make."""
+        return self.precision.change * max(abs(start), 1e-3)
+
+    def step(self, start: float, move: float) -> float:
+        """Return the first step: it makes the wanted change, but moves no parameter far."""
+        most = MOVED / move
+        return min(most, self.wanted(start) / abs(self.found)) if self.found else most * self.precision.blind
+
+
+def agree_at_once(
+    loss: Callable[[Arrays], float], point: Arrays, start: float, asked: Sequence[Question]
+) -> tuple[float, float] | None:
+    """Return the change of a loss by steps along several directions at once, and the one by its gradient.
+
+    Return None unless they are so close that the slope along each direction agrees on this side.
+    """
+    moved, expected, allowed = dict(point), 0.0, math.inf
+    for question in asked:
+        if not (move := question.move(point)):
+            return None
+        # Nothing changes along a slope of 0, and a step of the usual length may be less than rounding.
+        step = question.step(start, move) if question.found else 2 * MOVED / move
+        for name, d in question.direction.items():
+            change = np.multiply(d, step, dtype=point[name].dtype)
+            change += moved[name]
+            moved[name] = change
+        expected += step * question.found
+        allowed = min(allowed, step * question.allowed)
+    found = loss(moved) - start
+    return (found, expected) if abs(found - expected) <= ONE_SIDED * allowed else None
+
+
+def slope_along(loss: Callable[[Arrays], float], point: Arrays, start: float, asked: Question) -> Slope:
     """Compare the slope of a loss along a direction with that of its gradient.
 
     One forward pass decides if they agree well, a second one, on the other side, if they agree, and two more at the
@@ -136,21 +193,13 @@ def slope_along(
         loss: returns the loss at a point.
         point: the parameters.
         start: the loss there, computed in any precision.
-        direction: what is added to some parameters, times the step.
-        found: the inner product of the gradient and the direction.
-        least: the difference that is always rounding of the gradient.
-        precision: how exactly the loss is computed.
+        asked: the direction, and the slope that the gradient has.
     """
-    sizes = typical_sizes({name: point[name] for name in direction})
-    relative = max(
-        (float(max(d.max(initial=0.0), -d.min(initial=0.0))) / sizes[name] for name, d in direction.items()),
-        default=0.0,
-    )
+    direction, found, least, precision = asked.direction, asked.found, asked.least, asked.precision
+    relative, allowed = asked.move(point), asked.allowed
     if not relative:
         return Slope(0.0, found, 0.0, "agrees" if abs(found) <= least else "differs")
-    most = MOVED / relative
-    wanted = precision.change * max(abs(start), 1e-3)
-    first = min(most, wanted / abs(found)) if found else most * precision.blind
+    first = asked.step(start, relative)
     ends: dict[float, tuple[float, float]] = {}
     moved = {name: np.empty_like(point[name]) for name in direction}
 
@@ -171,7 +220,6 @@ def slope_along(
     def rounding(multiple: float) -> float:
         return 4 * precision.unit * max(abs(start), precision.scale) / (multiple * first)
 
-    allowed = max(precision.tolerance * abs(found), least)
     ahead = loss_at(first)
     forward = (ahead - start) / first
     if abs(forward - found) <= ONE_SIDED * allowed:
@@ -179,7 +227,7 @@ def slope_along(
     central = at(1.0)[-1]
     if abs(central - found) <= allowed + min(rounding(1.0), abs(found) * precision.tolerance):
         return Slope(central, found, rounding(1.0), "agrees")
-    far = min(FARTHEST / relative, wanted / abs(found) if found else math.inf) / first
+    far = min(FARTHEST / relative, asked.wanted(start) / abs(found) if found else math.inf) / first
     if far > 1.0 and rounding(1.0) > allowed and abs(at(far)[-1] - found) <= allowed:
         return Slope(at(far)[-1], found, rounding(far), "agrees")
     best, here = Slope(central, found, math.inf, "not checked"), loss(point)

@@ -9,13 +9,64 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.metadata import OWNER
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS
+from graphopt.graph.roles import FED, STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE, MASK, STEP, accumulators
-from graphopt.graph.values import next_of
+from graphopt.graph.traversal import extracted_model
+from graphopt.graph.values import name_of, next_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_of, wide
 
 UPDATE_SAMPLE = 2**14  # numbers of a parameter that are compared if the update of one reads no others
+
+
+def update_part(step: ir.Model, gradients: Mapping[str, str]) -> ir.Model | None:
+    """Return the part of a step that makes a new state of gradients, for some numbers of each in place of all.
+
+    Return None unless each new number depends only on those at its own place, and on numbers that all share.
+
+    Args:
+        gradients: the names of the gradients, by those of the parameters.
+    """
+    state = {name_of(x): x for x in with_role(step, *STATE)}
+    owned = {name for name, x in state.items() if name in gradients or OWNER.read(x) in gradients}
+    owned |= {name_of(x) for x in with_role(step, Role.COUNTER)}
+    new = {*map(next_of, owned), LEARNING_RATE}
+    outputs = [y for y in step.graph.outputs if y.name in new]
+    known = {*gradients.values()}
+    given = [y for node in step.graph for y in node.outputs if y.name in known]
+    part = extracted_model(step, [*step.graph.inputs, *given], outputs)
+    for node in part.graph:
+        values = [x for x in (*node.inputs, *node.outputs) if x is not None]
+        shapes = {x.shape if x.shape is None else tuple(x.shape) for x in values} - {()}
+        if node.op_type not in ELEMENTWISE_OPERATORS or node.domain or len(shapes) > 1 or None in shapes:
+            return None
+    fed = {x.name for x in with_role(step, *FED)}
+    for x in list(part.graph.inputs):
+        if x.name in fed and x.uses():
+            return None
+        if not x.uses() and not x.is_graph_output():
+            part.graph.inputs.remove(x)
+    for x in (*part.graph.inputs, *part.graph.outputs):
+        x.shape = ir.Shape([None] * min(1, len(x.shape or ())))
+    forget_types(part)
+    return part
+
+
+def forget_types(part: ir.Model) -> None:
+    """Remove types and shapes between the inputs and outputs of a graph, which take longer to write than to infer."""
+    for y in (y for node in part.graph for y in node.outputs if not y.is_graph_output()):
+        y.type = y.shape = None
+
+
+def some_of(x: np.ndarray) -> np.ndarray:
+    """Return an array, or some numbers of it in one axis: of arrays of equal shapes, those at the same places."""
+    return np.ascontiguousarray(x.ravel()[:: _stride(x)]) if x.ndim else x
+
+
+def _stride(x: np.ndarray) -> int:
+    return max(1, x.size // UPDATE_SAMPLE) | 1
 
 
 class Updates:
@@ -24,9 +75,9 @@ class Updates:
     Args:
         model: the step.
         run: returns its outputs for a state.
-        state: the state before it.
+        state: the state before it, or some numbers of it.
         outputs: its outputs for this state.
-        gradients: the gradients, by the names of the parameters.
+        gradients: the gradients at the same places, by the names of the parameters.
         norms: their norms.
     """
 
@@ -142,7 +193,7 @@ class Updates:
         if after[""].dtype.itemsize < 4:
             return _unchecked("its numbers have 16 bits", name, norm)
         rule, factor = own
-        stride = 1 if isinstance(rule, WHOLE) else max(1, g.size // UPDATE_SAMPLE) | 1
+        stride = 1 if isinstance(rule, WHOLE) else _stride(g)
 
         def read(kind: str, x: np.ndarray, known: Arrays) -> tuple[np.ndarray, np.ndarray | float]:
             """Return the numbers of a slot that are compared, and what rounding to 8 bits may change."""
