@@ -34,7 +34,8 @@ from graphopt.testing import strict
 if sys.version_info < (3, 12):  # these read the members of onnx_ir's protocols anew for each `isinstance`
     typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
-SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
+# Cases of a parametrized test that run by default; the others are marked `slow`, which CI runs.
+SAMPLE = int(os.environ.get("GRAPHOPT_SAMPLE", 3))
 FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs; `SAMPLE` of a slow test
 
 
