@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import pickle
 import sys
 import types
 import typing
@@ -92,10 +93,13 @@ def recipes_are_composed_quickly() -> Iterator[None]:
     Choices are gathered only for defaults such as `${model}`, and what OmegaConf notes of a value is copied by hand.
     """
     gathered = defaults_list._create_interpolation_map
-    parsed = functools.cache(yaml.load)
+
+    @functools.cache
+    def parsed(text: str | bytes, Loader: type) -> bytes:
+        return pickle.dumps(yaml.load(text, Loader))
 
     def load(stream: str | bytes | IO[str], Loader: type) -> Any:
-        return copy.deepcopy(parsed(stream if isinstance(stream, str | bytes) else stream.read(), Loader))
+        return pickle.loads(parsed(stream if isinstance(stream, str | bytes) else stream.read(), Loader))
 
     def gather(overrides: Any, defaults: Any, self_added: bool) -> Any:
         is_read = any(default.is_interpolation() for default in defaults)
