@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import pickle
 import sys
 import types
 import typing
@@ -24,6 +25,7 @@ import numpy as np
 import omegaconf
 import pytest
 import yaml
+from hydra._internal import defaults_list
 
 from graphopt.targets.native.cache import read_cached, write_cached
 from graphopt.targets.native.library import parts_for
@@ -33,7 +35,8 @@ from graphopt.testing import strict
 if sys.version_info < (3, 12):  # these read the members of onnx_ir's protocols anew for each `isinstance`
     typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
-SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
+# Cases of a parametrized test that run by default; the others are marked `slow`, which CI runs.
+SAMPLE = int(os.environ.get("GRAPHOPT_SAMPLE", 3))
 FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs; `SAMPLE` of a slow test
 
 
@@ -70,24 +73,49 @@ def promises_are_checked() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def functions_of_the_exporter_are_read_once() -> None:
-    """Keep what PyTorch's exporter reads anew in each export, two thirds of the time of a small one."""
+    """Keep what PyTorch's exporter reads anew in each export, most of the time of a small one."""
     if "torch" in sys.modules:
+        import torch
         from torch.onnx._internal._lazy_import import onnxscript_apis
+        from torch.onnx._internal.exporter import _schemas
 
         onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
+        _schemas.op_signature_from_function = functools.cache(_schemas.op_signature_from_function)
+        torch._export.utils._materialize_cpp_cia_ops = functools.cache(
+            torch._export.utils._materialize_cpp_cia_ops
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")
-def recipes_are_parsed_once() -> Iterator[None]:
-    """Keep what the texts of recipes say: each command reads 35 files of the recipes that ship, a fifth of its time."""
-    parsed = functools.cache(yaml.load)
+def recipes_are_composed_quickly() -> Iterator[None]:
+    """Keep what each command makes anew, a third of its time: what texts of recipes say, and trees of `${...}`.
+
+    Choices are gathered only for defaults such as `${model}`, and what OmegaConf notes of a value is copied by hand.
+    """
+    gathered = defaults_list._create_interpolation_map
+
+    @functools.cache
+    def parsed(text: str | bytes, Loader: type) -> bytes:
+        return pickle.dumps(yaml.load(text, Loader))
 
     def load(stream: str | bytes | IO[str], Loader: type) -> Any:
-        return copy.deepcopy(parsed(stream if isinstance(stream, str | bytes) else stream.read(), Loader))
+        return pickle.loads(parsed(stream if isinstance(stream, str | bytes) else stream.read(), Loader))
+
+    def gather(overrides: Any, defaults: Any, self_added: bool) -> Any:
+        is_read = any(default.is_interpolation() for default in defaults)
+        return gathered(overrides, defaults, self_added) if is_read else None
+
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        found = copy.copy(self)
+        found.flags, found.resolver_cache = {**self.flags}, copy.deepcopy(self.resolver_cache, memo)
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(omegaconf._utils, "get_yaml_loader", functools.cache(omegaconf._utils.get_yaml_loader))
         patch.setattr(omegaconf.omegaconf, "yaml", types.SimpleNamespace(**{**vars(yaml), "load": load}))
+        patch.setattr(omegaconf.base, "parse", functools.cache(omegaconf.base.parse))
+        patch.setattr(omegaconf.base.Metadata, "__deepcopy__", copied, raising=False)
+        patch.setattr(defaults_list, "_create_interpolation_map", gather)
         yield
 
 
@@ -128,8 +156,9 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage from now on, and not among what is there."""
+    """Look for garbage from now on, and not among what is there; as often as 3.11 does it took a tenth of the time."""
     gc.freeze()
+    gc.set_threshold(20_000)
     gc.enable()
 
 

@@ -427,7 +427,7 @@ ENDINGS = {
     "holds a cycle": (0, "cycle = [reported]; cycle.append(cycle); del executor"),
 }
 PROGRAM = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import numpy as np
 from adapter import software_adapter
 software_adapter()
@@ -437,7 +437,12 @@ X, LABELS = np.zeros((4, 2), np.float32), np.zeros((4, 1), np.float32)
 def step():
     return executor.step(x=X, target=LABELS)
 def step_for_ever(number):
-    threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+    def ask():
+        while True:  # Python drops an interruption of a callback
+            time.sleep(0.2)
+            os.kill(os.getpid(), number)
+            time.sleep(20)
+    threading.Thread(target=ask, daemon=True).start()
     while True:
         step()
 graph = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))

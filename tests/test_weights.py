@@ -32,11 +32,12 @@ EXPORTERS = ("dynamo", "torchscript")
 
 
 def decided(source, **options) -> tuple[ir.Model, list[str]]:
-    """Return a model after Parameters, and the warnings on the way."""
-    loaded = graphopt.load(source)
+    """Return a model after Parameters, and the warnings on the way; a model in memory is normalized."""
+    loaded = source.clone() if isinstance(source, ir.Model) else graphopt.load(source)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        passes.Normalize()(loaded)
+        if not isinstance(source, ir.Model):
+            passes.Normalize()(loaded)
         passes.Parameters(**options)(loaded)
     return loaded, [str(warning.message) for warning in caught]
 
