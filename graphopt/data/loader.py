@@ -342,8 +342,8 @@ class TrainingRows:
         batches = Batches({name: array}, {name: self._inputs[name]}, allow_nan=self._allow_nan)
         yield from (batches.take(rows)[name] for rows in parts)
 
-    def run(self, model: ir.Model) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the outputs of a model on the first rows, `MOST_RUN` at most, by name."""
+    def run(self, model: ir.Model, rows: int = MOST_RUN) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the outputs of a model on rows that are drawn, so many at most, by name."""
         inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         if missing := [name for name in inputs if name not in self._arrays]:
             raise GraphoptError(
@@ -352,9 +352,10 @@ class TrainingRows:
         arrays = {name: self._arrays[name] for name in inputs}
         batches = Batches(arrays, inputs, allow_nan=self._allow_nan)
         compute, fixed = self._opened(model), fixed_batch(inputs)
-        for rows in Batches.split(self._rows[:MOST_RUN], fixed or ROWS_AT_ONCE):
-            if fixed in (None, len(rows)):
-                yield compute(batches.take(rows))
+        drawn = np.random.default_rng(0).permutation(self._rows)[:rows]  # a folder has its rows by class
+        for part in Batches.split(drawn, fixed or ROWS_AT_ONCE):
+            if fixed in (None, len(part)):
+                yield compute(batches.take(part))
 
 
 def draw(
