@@ -144,7 +144,7 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
     train, test = (data.images(str(place), size=[16, 24]).arrays for place in (files / "pictures", others))
     with torch.no_grad():
         features, held_out = (
-            network()[:-1]((torch.tensor(part["x"][:]) - mean) / scale) for part in (train, test)
+            network().eval()[:-1]((torch.tensor(part["x"][:]) - mean) / scale) for part in (train, test)
         )
     scales = [x for x in onnx.load(trained).graph.initializer if x.name.endswith(".scale")]
     divisor = next(x for x in map(onnx.numpy_helper.to_array, scales) if x.size == 1)

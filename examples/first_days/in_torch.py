@@ -45,5 +45,5 @@ def losses(
         for parameter in net.parameters() if clip else ():
             parameter.grad = clip(parameter.grad)
         optimizer.step()
-        found.append(float(value))
+        found.append(float(value.detach()))
     return found
