@@ -174,7 +174,8 @@ class _Column:
         part = self.array[row_index(rows)]
         if self.lazy:
             self.check(rows, part)
-        part = np.asarray(part).astype(self._dtype, copy=False)
+        with np.errstate(over="ignore"):  # `check` tells
+            part = np.asarray(part).astype(self._dtype, copy=False)
         return np.ascontiguousarray(part).reshape(len(rows), *self._shape)
 
     def check(self, rows: Rows, part: np.ndarray) -> None:
@@ -190,6 +191,8 @@ class _Column:
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
+            in_range = f"numbers in the range of {self._dtype}"
+            self._refuse(rows, part, wrong & np.isfinite(part), in_range, ": divide it by a number")
             self._refuse(rows, part, wrong, "finite numbers", "; set allow_nan to train with it")
         if part.dtype == object:
             wrong = np.array([not isinstance(x, str) for x in part.flat], bool).reshape(part.shape)
@@ -206,9 +209,10 @@ class _Column:
             found, row = str(part[place]).replace("nan", "NaN"), int(rows[place[0]])
             if self._table is not None and self._table.names is not None and part.ndim == 2:
                 path, name = self._table.source, self._table.names[place[1]]
+                is_missing = found == "NaN" or part.dtype == object
+                fill = f", or fill it in: {option(path, 'columns', 'auto')}" if is_missing else ""
                 raise GraphoptError(
-                    f"{path}: column {name!r}, row {row}: expected {expected}, found {found}{mend}, or fill it in: "
-                    f"{option(path, 'columns', 'auto')}"
+                    f"{path}: column {name!r}, row {row}: expected {expected}, found {found}{mend}{fill}"
                 )
             raise GraphoptError(f"data {self.name!r}: expected {expected}, found {found} in row {row}{mend}")
 
