@@ -161,7 +161,7 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
             torch.nn.functional.cross_entropy(head(features[rows]), targets[rows]).backward()
             optimizer.step()
     expected = float((head(held_out).argmax(1).numpy() == test["target"][:]).mean())
-    assert abs(found - expected) < 0.06 and expected > 0.75
+    assert found > expected - 0.03 and expected > 0.75
 
 
 def test_the_printed_recipe_repeats_the_run(
