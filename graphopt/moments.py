@@ -164,6 +164,11 @@ class Moments:
         return mean
 
     @property
+    def deviation(self) -> np.ndarray:
+        """Return the standard deviation of each feature (dividing by n)."""
+        return np.sqrt(self.squares / max(self._count, 1))
+
+    @property
     def scale(self) -> np.ndarray:
         """Return the standard deviation of each feature (dividing by n), or 1 where the feature is constant.
 
@@ -176,7 +181,7 @@ class Moments:
         epsilon = np.finfo(np.float64).eps
         mean, variance = self.mean, self.squares / max(self._count, 1)
         rounding = self._count * epsilon * variance + (self._count * mean * epsilon) ** 2
-        return np.where(variance <= rounding, 1.0, np.sqrt(np.maximum(variance, 0)))
+        return np.where(variance <= rounding, 1.0, self.deviation)
 
 
 def pieces(rows: _Rows, size: int) -> Iterator[_Rows]:

@@ -172,6 +172,19 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
                 f"{len(numbers)}"
             )
     _warn(x, mean, scale)
+    put_before(model, x, uses, mean, scale, axis)
+
+
+def put_before(
+    model: ir.Model,
+    x: ir.Value,
+    uses: Sequence[tuple[ir.Node, int]],
+    mean: np.ndarray,
+    scale: np.ndarray,
+    axis: int,
+) -> None:
+    """Make nodes read (x - mean) / scale in place of x, for numbers of each feature along an axis, or one for all."""
+    rank = len(x.shape or ())
     shape = [-1 if i == axis % rank else 1 for i in range(rank)]
     with Emitter(model) as op:
         centered = op.Sub(x, _constant(model, x, "mean", mean.reshape(shape)))

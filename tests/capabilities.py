@@ -44,7 +44,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "frozen": {**ADAMW, "parameters": passes.Parameters(freeze="*.bias")},
     "LoRA": {**ADAMW, "adapter": passes.LoRA(rank=2)},
     "DoRA": {**ADAMW, "adapter": passes.LoRA(rank=2, dora=True)},
-    "a head": {**ADAMW, "adapter": passes.Head(classes=5)},
+    "a head": {**ADAMW, "adapter": passes.Head(classes=5, standardize=True, center=(0.1,), scale=2.0)},
     "standardized": {**ADAMW, "standardize": passes.Standardize(0.5, 2.0)},
     "mixed rows": {**ADAMW, "augment": passes.MixUp(alpha=0.4)},
     "fake quantized": {**ADAMW, "quantize": passes.FakeQuantize(ranges=RANGES)},

@@ -736,6 +736,37 @@ def test_a_head_that_grows_keeps_the_rows_of_old_classes() -> None:
         graphopt.compile(base, adapter=passes.Head(classes=2, grow=True), **CLASSES)
 
 
+@pytest.mark.parametrize("grow", [False, True])
+def test_a_head_trains_on_centred_and_scaled_features_as_pytorch_does(grow: bool) -> None:
+    base, rng = mlp(), np.random.default_rng(0)
+    x, target = 1e-3 * rng.standard_normal((40, 4), np.float32), rng.integers(3, size=40)
+    base.graph.output.append(onnx.helper.make_tensor_value_info("a0", onnx.TensorProto.FLOAT, ["n", 8]))
+    h = torch.tensor(outputs(base, {"x": x})["a0"])
+    del base.graph.output[1:]
+    head = passes.Head(classes=3, grow=grow, standardize=True)
+    pipeline = graphopt.standard(adapter=head, loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.005))
+    pipeline = graphopt.adapt(pipeline, base, {"x": x, "target": target}, validation=None)
+    executor = graphopt.Executor(pipeline(base), native=False)
+    scale = float(h.var(0, correction=0).mean() ** 0.5)  # fewer than 100 features
+    features = (h - (0 if grow else h.mean(0))) / scale
+    if grow:  # the file's own function
+        assert np.allclose(executor.predict({"x": x})["y"], outputs(base, {"x": x})["y"], atol=1e-6)
+
+    layer = torch.nn.Linear(8, 3)
+    with torch.no_grad():
+        for name, value in executor.parameters.items():
+            own = layer.weight if name.endswith("weight") else layer.bias
+            own.copy_(torch.tensor(value.T if value.shape == own.shape[::-1] else value))
+    optimizer = torch.optim.AdamW(layer.parameters(), 0.005)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(layer(features), torch.tensor(target))
+        loss.backward()
+        optimizer.step()
+        assert np.isclose(float(executor.step(x=x, target=target)["loss"]), float(loss), rtol=1e-5)
+    assert np.allclose(outputs(executor.trained(), {"x": x})["y"], layer(features).detach(), atol=1e-4)
+
+
 def test_a_step_with_an_adapter_of_another_program_names_it(tmp_path: Any) -> None:
     class Shift(passes.Adapter):
         def initial(self, target: Any, generator: np.random.Generator) -> dict[str, np.ndarray]:

@@ -334,6 +334,7 @@ REFUSED = {
         "expected the same number of rows in every array, found 'x' 60, 'target' 59",
     ),
     "NaN": (["data.path=nan.npz"], "found NaN in row 17; set allow_nan to train"),
+    "huge": (["data.path=huge.npz"], "numbers in the range of float32, found 1e+300 in row 17: divide it"),
     "labels": (["data.path=labels.npz"], "data 'target': expected labels from 0 to 2, found 3"),
     "empty": (["data.path=empty.npz"], "data: expected rows, found none"),
     "missing": (["data.path=missing.npz"], "missing.npz: no such file"),
@@ -434,6 +435,7 @@ def test_bad_input_is_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> 
     save("types.npz", target=LABELS.astype(np.float64))
     save("rows.npz", target=LABELS[:-1])
     save("nan.npz", x=np.where(np.arange(60)[:, None] == 17, np.nan, X))
+    save("huge.npz", x=np.where(np.arange(60)[:, None] == 17, 1e300, X))
     save("labels.npz", target=LABELS + 1)
     save("empty.npz", x=X[:0], target=LABELS[:0])
     arguments, error = REFUSED[case]

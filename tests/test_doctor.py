@@ -12,6 +12,7 @@ import pytest
 import graphopt
 from graphopt import cli
 from graphopt.cli import doctor
+from graphopt.errors import GraphoptError
 from graphopt.targets.native import toolchain
 
 
@@ -108,3 +109,13 @@ def test_the_version_is_that_of_the_installed_package(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(metadata, "version", missing)
     assert graphopt.__version__ == "unknown"
+
+
+def test_a_checkout_beside_an_installed_package_is_not_broken() -> None:
+    for name in ("graphopt", "passes"):
+        Path(name).mkdir()
+        Path(name, "__init__.py").write_text("")
+    assert [line.advice for line in doctor._folder()] == [""]
+    Path("graphopt", "__init__.py").unlink()
+    with pytest.raises(GraphoptError, match="rename the folder"):
+        list(doctor._folder())

@@ -144,10 +144,11 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
     train, test = (data.images(str(place), size=[16, 24]).arrays for place in (files / "pictures", others))
     with torch.no_grad():
         features, held_out = (
-            network()[:-1]((torch.tensor(part["x"][:]) - mean) / scale) for part in (train, test)
+            network().eval()[:-1]((torch.tensor(part["x"][:]) - mean) / scale) for part in (train, test)
         )
-    size = float((features - features.mean(0)).abs().sum(1).mean())
-    assert 0.6 < float(lines["rate"].split(",")[0]) * size / 0.5 < 1.5
+    scales = [x for x in onnx.load(trained).graph.initializer if x.name.endswith(".scale")]
+    divisor = next(x for x in map(onnx.numpy_helper.to_array, scales) if x.size == 1)
+    assert 0.9 < float(features.var(0).mean() ** 0.5) / divisor < 1.1  # fewer than 100 features
     head = torch.nn.Linear(64, 3)
     optimizer = torch.optim.AdamW(head.parameters(), 1e-2)
     rows, targets = (
@@ -160,7 +161,7 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
             torch.nn.functional.cross_entropy(head(features[rows]), targets[rows]).backward()
             optimizer.step()
     expected = float((head(held_out).argmax(1).numpy() == test["target"][:]).mean())
-    assert abs(found - expected) < 0.06 and expected > 0.75
+    assert found > expected - 0.03 and expected > 0.75
 
 
 def test_the_printed_recipe_repeats_the_run(
@@ -334,7 +335,7 @@ def test_recordings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tuned(*words, "fit.epochs=20")
     lines = said(capsys)
     assert lines["samples"] == "'rate' is 8,000, the samples per second of the recordings"
-    assert lines["deeper"] == "4 weights of all layers train, too, at a rate of 0.001"
+    assert lines["deeper"] == "4 weights of all layers train, too, at a rate of 5e-05"
     assert lines["best"].startswith(f"{tmp_path / 'run/deeper'}/trained.onnx")
     assert lines["data"].endswith("60 recordings in 3 classes, high 20, low 20, middle 20")
     assert "data.samples=400 data.channel_axis=true" in lines["recipe"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 
+import in_torch
 import numpy as np
+import torch
 from desk import Desk
 from sklearn.datasets import load_digits
 
@@ -23,6 +25,7 @@ console.log(JSON.stringify(losses));
 """
 IN_PYTHON = """
 import json, numpy, graphopt
+graphopt.save(graphopt.models.mlp((1, 8, 8), 10), "mlp.onnx")
 executor = graphopt.Executor("compiled/step.onnx", native=False)
 read = lambda batch: {"x": numpy.array(batch["x"], "f4").reshape(-1, 1, 8, 8), "target": numpy.array(batch["target"])}
 print([float(executor.step(read(batch))["loss"]) for batch in json.load(open("batches.json"))])
@@ -51,5 +54,12 @@ def play(desk: Desk) -> str:
     found = json.loads(desk.command("node", "train.mjs").strip().splitlines()[-1])
     desk.graphopt("compile", *model, "folder=compiled")
     expected = json.loads(desk.python(IN_PYTHON).strip().splitlines()[-1])
-    apart = np.max(np.abs(np.array(found) / expected - 1))
-    return f"{STEPS} losses, {found[0]:.3f} to {found[-1]:.3f}, are Python's to {apart:.0e}"
+    net = in_torch.network(desk.folder / "mlp.onnx")
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    pairs = [
+        (torch.tensor(batch["x"]).reshape(-1, 1, 8, 8), torch.tensor(batch["target"])) for batch in batches
+    ]
+    theirs = in_torch.losses(net, optimizer, pairs)
+    apart, from_torch = (np.max(np.abs(np.array(found) / other - 1)) for other in (expected, theirs))
+    ends = f"{STEPS} losses, {found[0]:.3f} to {found[-1]:.3f}"
+    return f"{ends}, are Python's to {apart:.0e}, PyTorch's to {from_torch:.0e}"

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sys
 import time
 from pathlib import Path
 
+import in_torch
+import torch
 from desk import Desk
+from sklearn.datasets import load_digits
 
-RUN = ["model=mlp", "data=digits", "fit.epochs=30", "fit.checkpoint.every=20 steps", "executor.native=false"]
+EPOCHS, ROWS, TRAINED = 30, 32, 1437  # of 1,797 rows, in order
+RUN = [
+    "model=mlp",
+    "data=digits",
+    f"fit.epochs={EPOCHS}",
+    "fit.shuffle=false",
+    "fit.export=last",
+    "fit.checkpoint.every=20 steps",
+    "executor.native=false",
+]
+START = """
+import graphopt
+graphopt.save(graphopt.models.mlp((1, 8, 8), 10), "mlp.onnx")
+"""
 
 
 def play(desk: Desk) -> str:
@@ -37,10 +54,25 @@ def play(desk: Desk) -> str:
     repeated = sha256(desk.folder / "again") == sha256(desk.folder / "whole")
     shutil.rmtree(desk.folder / "full", ignore_errors=True)
     assert "written" in whole
+    lines = (desk.folder / "killed" / "metrics.jsonl").read_text().splitlines()
+    ours = [record["validation_loss"] for record in map(json.loads, lines) if "validation_loss" in record][-1]
+    desk.python(START)
     return (
         f"after kill -9 {'the same bits' if resumed else 'OTHER BITS'}; repeated: "
-        f"{'the same bits' if repeated else 'OTHER BITS'}; {told} of 3 refusals in a line"
+        f"{'the same bits' if repeated else 'OTHER BITS'}; {told} of 3 refusals in a line; held-out loss {ours:.4f} "
+        f"(PyTorch, unbroken, {unbroken(desk.folder / 'mlp.onnx'):.4f})"
     )
+
+
+def unbroken(path: Path) -> float:
+    """Return the held-out loss of the same training in PyTorch."""
+    digits, net = load_digits(), in_torch.network(path)
+    x, y = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32), torch.tensor(digits.target)
+    parts = torch.arange(TRAINED).split(ROWS)
+    batches = ((x[rows], y[rows]) for _ in range(EPOCHS) for rows in parts)
+    in_torch.losses(net, torch.optim.AdamW(net.parameters(), 1e-3), batches)
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(net(x[TRAINED:]), y[TRAINED:]))
 
 
 def sha256(run: Path) -> str:

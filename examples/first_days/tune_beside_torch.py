@@ -3,6 +3,7 @@
 Run it: python examples/first_days/tune_beside_torch.py [NETWORK ...]
 Each network is exported with a fixed batch (dynamo) and with open sizes (TorchScript). The pictures are scikit-learn's
 digits, enlarged. Weights are random: features of frozen random layers are compared, not what pretrained weights reach.
+Normalizations have the statistics of 100 pictures; with -raw behind the name of the network, those of no picture.
 It needs the extras cpu, sklearn and images, torch and torchvision.
 """
 
@@ -32,7 +33,7 @@ Rows = tuple[np.ndarray, np.ndarray]  # pictures [N, 3, SIZE, SIZE] from 0 to 1,
 def main() -> None:
     torch.set_num_threads(1)
     print(HEAD)
-    for name in sys.argv[1:] or ("resnet18", "mobilenet_v3_small"):
+    for name in sys.argv[1:] or ("resnet18", "mobilenet_v3_small", "resnet18-raw", "regnet_y_400mf-raw"):
         for is_open in (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 desk = Desk(Path(__file__).parents[2], Path(folder))
@@ -59,14 +60,15 @@ def draw(folder: Path) -> list[Rows]:
 
 
 def export(name: str, path: Path, is_open: bool, pictures: np.ndarray) -> None:
-    """Write a network of random weights whose normalizations know the statistics of some pictures."""
+    """Write a network of random weights whose normalizations know the statistics of some pictures, or of none."""
     torch.manual_seed(0)
-    network, x = torchvision.models.get_model(name), torch.zeros(1, 3, SIZE, SIZE)
+    network, x = torchvision.models.get_model(name.removesuffix("-raw")), torch.zeros(1, 3, SIZE, SIZE)
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = 1.0
     with torch.no_grad():
-        network.train()(torch.tensor(pictures))
+        if not name.endswith("-raw"):
+            network.train()(torch.tensor(pictures))
     network.eval()
     axes = {0: "n", 2: "height", 3: "width"}
     options = {"dynamic_axes": {"image": axes, "scores": {0: "n"}}} if is_open else {}

@@ -163,8 +163,9 @@ def _cache() -> Iterator[_Line]:
 
 def _folder() -> Iterator[_Line]:
     """Look for a module of the working directory that hides the package of passes."""
-    here = PathFinder.find_spec(NAME, [os.getcwd()])
-    check_namesake(None if here is None else here.origin)
+    here, other = (PathFinder.find_spec(name, [os.getcwd()]) for name in (NAME, "graphopt"))
+    if other is None or other.origin is None:  # in a checkout, programs import both from there
+        check_namesake(None if here is None else here.origin)
     yield _Line("folder", f"nothing in {os.getcwd()} hides {NAME!r}")
 
 

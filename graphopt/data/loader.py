@@ -174,7 +174,8 @@ class _Column:
         part = self.array[row_index(rows)]
         if self.lazy:
             self.check(rows, part)
-        part = np.asarray(part).astype(self._dtype, copy=False)
+        with np.errstate(over="ignore"):  # `check` tells
+            part = np.asarray(part).astype(self._dtype, copy=False)
         return np.ascontiguousarray(part).reshape(len(rows), *self._shape)
 
     def check(self, rows: Rows, part: np.ndarray) -> None:
@@ -190,6 +191,8 @@ class _Column:
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
+            in_range = f"numbers in the range of {self._dtype}"
+            self._refuse(rows, part, wrong & np.isfinite(part), in_range, ": divide it by a number")
             self._refuse(rows, part, wrong, "finite numbers", "; set allow_nan to train with it")
         if part.dtype == object:
             wrong = np.array([not isinstance(x, str) for x in part.flat], bool).reshape(part.shape)
@@ -206,9 +209,10 @@ class _Column:
             found, row = str(part[place]).replace("nan", "NaN"), int(rows[place[0]])
             if self._table is not None and self._table.names is not None and part.ndim == 2:
                 path, name = self._table.source, self._table.names[place[1]]
+                is_missing = found == "NaN" or part.dtype == object
+                fill = f", or fill it in: {option(path, 'columns', 'auto')}" if is_missing else ""
                 raise GraphoptError(
-                    f"{path}: column {name!r}, row {row}: expected {expected}, found {found}{mend}, or fill it in: "
-                    f"{option(path, 'columns', 'auto')}"
+                    f"{path}: column {name!r}, row {row}: expected {expected}, found {found}{mend}{fill}"
                 )
             raise GraphoptError(f"data {self.name!r}: expected {expected}, found {found} in row {row}{mend}")
 
@@ -342,8 +346,8 @@ class TrainingRows:
         batches = Batches({name: array}, {name: self._inputs[name]}, allow_nan=self._allow_nan)
         yield from (batches.take(rows)[name] for rows in parts)
 
-    def run(self, model: ir.Model) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the outputs of a model on the first rows, `MOST_RUN` at most, by name."""
+    def run(self, model: ir.Model, rows: int = MOST_RUN) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the outputs of a model on rows that are drawn, so many at most, by name."""
         inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         if missing := [name for name in inputs if name not in self._arrays]:
             raise GraphoptError(
@@ -352,9 +356,10 @@ class TrainingRows:
         arrays = {name: self._arrays[name] for name in inputs}
         batches = Batches(arrays, inputs, allow_nan=self._allow_nan)
         compute, fixed = self._opened(model), fixed_batch(inputs)
-        for rows in Batches.split(self._rows[:MOST_RUN], fixed or ROWS_AT_ONCE):
-            if fixed in (None, len(rows)):
-                yield compute(batches.take(rows))
+        drawn = np.random.default_rng(0).permutation(self._rows)[:rows]  # a folder has its rows by class
+        for part in Batches.split(drawn, fixed or ROWS_AT_ONCE):
+            if fixed in (None, len(part)):
+                yield compute(batches.take(part))
 
 
 def draw(

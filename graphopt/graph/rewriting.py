@@ -35,14 +35,14 @@ from graphopt.graph.values import name_of
 class Read(Protocol):
     """Return the training rows of the array of an input or a target, in pieces.
 
-    `run` returns the outputs of a model on these rows, by name, in pieces. `outputs` returns the number of outputs that
-    predict the target: one for each class, also for classes in rows that do not train, or one for each column of
-    numbers.
+    `run` returns the outputs of a model on some of these rows, which are drawn, by name, in pieces. `outputs` returns
+    the number of outputs that predict the target: one for each class, also for classes in rows that do not train, or
+    one for each column of numbers.
     """
 
     def outputs(self) -> int: ...
 
-    def run(self, model: ir.Model) -> Iterator[Mapping[str, np.ndarray]]: ...
+    def run(self, model: ir.Model, rows: int = ..., /) -> Iterator[Mapping[str, np.ndarray]]: ...
 
     def __call__(self, name: str, /) -> Iterator[np.ndarray]: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +19,13 @@ from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import constant_of, dtype_of, is_floating, name_of, redirect
 from graphopt.graph.weight_kinds import EMBEDDING, Moves, inverse, moved
 from graphopt.intervals import within
+from graphopt.moments import Moments
+from passes.quantization.calibration import watching
+from passes.standardize import put_before
 from passes.weights.initializers import register
+
+ROWS = 256  # whose features are computed to standardize them
+SPREAD = 100.0  # the sum of the standard deviations of standardized features
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,12 @@ class Head(Pass):
         grow: begin with the weight and the bias of the file, which are the first outputs; only further outputs have new
             initial values. It needs as many classes as the file has, or more.
         seed: the seed of the initial values.
+        standardize: put nodes before the product that center its features, and divide them by one number, so that their
+            standard deviations have the sum 100, or the mean square 1 if they are fewer: a step of Adam then moves an
+            output by as much for features of any size, about 100 times its rate (Kingma and Ba, Adam, 2015, section
+            2.1). A head that grows keeps the center. `graphopt.adapt` and recipes learn the numbers from some rows.
+        center: the means of the features, in place of those that are learnt.
+        scale: the number that divides them.
 
     Raises:
         GraphoptError: the model has no such output, no single product leads to it, what follows the product does not
@@ -55,13 +67,31 @@ class Head(Pass):
     classes: int | None = within("[1, 1000000]", None, whole=True)
     grow: bool = False
     seed: int = within("[0, inf)", 0)
+    standardize: bool = False
+    center: tuple[float, ...] | None = field(default=None, repr=False)
+    scale: float = within("(0, inf)", 1.0)
+
+    follows: ClassVar[bool] = True
 
     @property
     def learns(self) -> bool:
-        return self.classes is None
+        return self.classes is None or (self.standardize and self.center is None)
 
     def adapted(self, model: ir.Model, read: Read) -> Head:
-        return replace(self, classes=read.outputs())
+        found = self if self.classes is not None else replace(self, classes=read.outputs())
+        if not self.standardize or self.center is not None:
+            return found
+        ensure_typed(model)
+        target = self._target(model, self._output(model))
+        if target.reading.turns_x(target.node):
+            return found
+        moments = Moments(target.axis)
+        for outputs in read.run(watching(model, [name_of(_features(target))]), ROWS):
+            moments.add(*outputs.values())
+        deviation = moments.deviation
+        scale = max(float(deviation.sum()) / SPREAD, float(np.sqrt(np.square(deviation).mean())))
+        center = (0.0,) if self.grow else tuple(moments.mean.tolist())
+        return replace(found, center=center, scale=scale or 1.0)
 
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
@@ -84,7 +114,7 @@ class Head(Pass):
         numbers, read = generator.uniform(-bound, bound, shape), target.w
         moves = target.source.moves
         if self.grow:
-            self._keep(numbers, _stored(target.source.weight, moves), target.own_axis)
+            self._keep(numbers, _stored(target.source.weight, moves) * self.scale, target.own_axis)
         if all(
             how == "transpose" for how, _ in moves
         ):  # the new weight has the layout of the one in the file
@@ -107,6 +137,10 @@ class Head(Pass):
                 f"Head(classes={self.classes}): expected nodes after {target.node.op_type} node {target.node.name!r} "
                 f"that take any number of classes, found others: {error}"
             ) from error
+        if self.center is not None:
+            x = _features(target)
+            uses = [use for use in x.uses() if use[0] is target.node]
+            put_before(model, x, uses, np.array(self.center), np.array([self.scale]), target.axis)
 
     def _keep(self, numbers: np.ndarray, old: np.ndarray, axis: int) -> None:
         """Write the numbers of the file's outputs over the first ones along an axis."""
@@ -150,6 +184,13 @@ class Head(Pass):
                 f"{'none' if node is None else f'{node.op_type} node {node.name!r}'}{_advice(target)}"
             )
         return target
+
+
+def _features(target: AdapterTarget) -> ir.Value:
+    """Return what the node of a target multiplies by its weight."""
+    x = target.node.inputs[target.reading.x or 0]
+    assert x is not None  # a product has both
+    return x
 
 
 def _stored(value: ir.Value, moves: Moves = ()) -> np.ndarray:

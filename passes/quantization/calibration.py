@@ -30,7 +30,7 @@ def ranges_of(method: str, model: ir.Model, names: Sequence[str], read: Read) ->
     Raises:
         GraphoptError: a value is not finite, or there are no rows.
     """
-    watched = _watching(model, names)
+    watched = watching(model, names)
     lows, highs = (dict.fromkeys(names, sign * np.inf) for sign in (1, -1))
     for outputs in read.run(watched):
         for name, array in outputs.items():
@@ -58,7 +58,7 @@ def ranges_of(method: str, model: ir.Model, names: Sequence[str], read: Read) ->
     }
 
 
-def _watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
+def watching(model: ir.Model, names: Sequence[str]) -> ir.Model:
     """Return a copy of a model whose outputs are values of it."""
     watched = model.clone()
     values = ir.convenience.create_value_mapping(watched.graph, include_subgraphs=False)

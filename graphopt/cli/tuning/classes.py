@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from graphopt.data import Dataset
 from graphopt.data.class_folders import parts_of_split
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
@@ -26,8 +24,6 @@ from passes.parts.features import cut_features
 EPOCHS, PATIENCE = 100, 10  # of a head, whose epochs are short
 DRAWN = 120  # rows whose features are computed beforehand
 TOGETHER = 32  # rows in a batch of them
-STEP = 0.5  # what a step of a head may add to a logit
-RATES = (1e-5, 0.1)  # the least and the largest rate of a head
 
 
 def training_folder(proposed: Proposal, data: Path) -> Path:
@@ -128,15 +124,14 @@ def propose_logits(proposed: Proposal, output: ir.Value | None) -> str:
     return operator
 
 
-def frozen_part(pipeline: Pipeline, model: ir.Model) -> tuple[ir.Model, set[object]]:
-    """Return the part of a model before the head that a pipeline trains, and the sizes of the head's weights.
+def frozen_part(pipeline: Pipeline, model: ir.Model) -> ir.Model:
+    """Return the part of a model before the head that a pipeline trains.
 
     The part ends before the head's input, if what is between them does not treat each row by itself.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run repeats them
-        step = pipeline(model)
-        return cut_features(step)[0], {size for x in with_role(step, Role.PARAMETER) for size in dims_of(x)}
+        return cut_features(pipeline(model))[0]
 
 
 def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
@@ -150,25 +145,6 @@ def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
         flat = [y.reshape(size, -1) for y in session.compute_arrays({name_of(read): part}).values()]
         found.append(np.concatenate(flat, axis=1)[: len(x) - start])
     return np.concatenate(found)
-
-
-def propose_rate(proposed: Proposal, features: np.ndarray, sizes: set[object]) -> None:
-    """Propose the learning rate of a head by the size of its features, which one of its weights' sizes counts.
-
-    A step of Adam moves each weight by about the rate (Kingma and Ba, Adam, 2015, section 2.1), and so a logit by the
-    rate times the sum of the features' distances from their means.
-    """
-    if "optimizer.learning_rate" not in proposed.fields or {"optimizer", "optimizer.learning_rate"} & {
-        *proposed.said
-    }:
-        return
-    if features.shape[1] not in sizes:  # not the head's own input
-        return
-    size = float(np.abs(features - features.mean(axis=0, dtype=np.float64)).sum(axis=1).mean())
-    if math.isfinite(size) and size > 0:
-        rate = f"{min(max(STEP / size, RATES[0]), RATES[1]):.1g}"
-        proposed.fields["optimizer.learning_rate"] = rate
-        proposed.lines["rate"] = f"{rate}, by the size of the features"
 
 
 def _output(model: ir.Model, name: str | None) -> ir.Value | None:

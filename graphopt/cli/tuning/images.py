@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,10 +24,9 @@ from graphopt.cli.tuning.classes import (
     frozen_part,
     head_of,
     of_batch,
-    propose_rate,
     training_folder,
 )
-from graphopt.cli.tuning.notes import PIXELS, Moments, Notes
+from graphopt.cli.tuning.notes import PIXELS, Notes
 from graphopt.cli.tuning.proposal import Proposal
 from graphopt.data import Dataset, images
 from graphopt.data.dataset import TARGET
@@ -99,8 +99,7 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
     labels = describe(proposed, root, found, "images")
     head = head_of(proposed, model, labels, notes.labels or [])
     if is_scaled and "standardize" not in proposed.said:
-        frozen, sizes = frozen_part(head, model)
-        propose_rate(proposed, _pixels(proposed, frozen, form, found, notes, pixels), sizes)
+        _pixels(proposed, partial(frozen_part, head, model), form, found, notes, pixels)
     proposed.wait(EPOCHS, PATIENCE)
 
 
@@ -168,34 +167,29 @@ def _runs(model: ir.Model, x: ir.Value, form: Form) -> bool:
 
 
 def _pixels(
-    proposed: Proposal, frozen: ir.Model, form: Form, rows: Dataset, notes: Notes, said: str | None
-) -> np.ndarray:
-    """Propose what standardizes pixels: as is said, or noted, or with which features tell the classes best.
-
-    Returns the features of some images.
-    """
-    count = min(DRAWN, max(2, MOST_NUMBERS // math.prod(form.shape)), len(rows))
-    drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
-    pixels = rows.arrays["x"][drawn]
-
-    def features(moments: Moments) -> np.ndarray:
-        mean, scale = map(form.of_channels, moments)
-        return features_of(frozen, (pixels - mean) / scale)
-
-    every: dict[str, np.ndarray] = {}
-    word = ""
+    proposed: Proposal,
+    frozen: Callable[[], ir.Model],
+    form: Form,
+    rows: Dataset,
+    notes: Notes,
+    said: str | None,
+) -> None:
+    """Propose what standardizes pixels: as is said, or noted, or with which features tell the classes best."""
     if said is not None:
         moments, why = PIXELS[said], f"{said}, as --pixels says"
     elif notes.moments is not None:
         moments, source = notes.moments
         why = f"as {source} says"
     else:
-        every = {
-            word: features(moments)
-            for word, moments in PIXELS.items()
-            if form.channels % len(moments[0]) == 0
+        count = min(DRAWN, max(2, MOST_NUMBERS // math.prod(form.shape)), len(rows))
+        drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
+        pixels, part = rows.arrays["x"][drawn], frozen()
+        features = {
+            word: features_of(part, (pixels - form.of_channels(mean)) / form.of_channels(scale))
+            for word, (mean, scale) in PIXELS.items()
+            if form.channels % len(mean) == 0
         }
-        word, why = tried(every, rows.arrays[TARGET][drawn])
+        word, why = tried(features, rows.arrays[TARGET][drawn])
         moments = PIXELS[word]
     mean, scale = moments
     proposed.lines["pixels"] = f"{why}: (x - {_shown(mean)}) / {_shown(scale)} for x from 0 to 1"
@@ -207,7 +201,6 @@ def _pixels(
         }
         if form.layout == "NHWC":
             proposed.fields["standardize.axis"] = "-1"
-    return every[word] if word else features(moments)
 
 
 def _shown(numbers: list[float]) -> str:

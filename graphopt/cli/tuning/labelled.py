@@ -86,7 +86,8 @@ def of_labelled_text(
         _of_numbers(proposed, file, model, data, np.asarray(rows.arrays[TARGET]))
     if "adapter" in proposed.fields:
         proposed.fields["parameters.unfreeze"] = listed(["*"])
-    proposed.fields.pop("fit.cache_features", None)
+    for name in ("fit.cache_features", "adapter.standardize"):  # of frozen layers
+        proposed.fields.pop(name, None)
     proposed.fields |= {"optimizer.learning_rate": RATE, "fit.batch_size": TOGETHER}
     proposed.wait(EPOCHS, PATIENCE)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 
-HEAD_RATE = "0.003"
+HEAD_RATE = "0.005"  # of AdamW, on features of a head that are standardized
 VALIDATION_LOSS = "validation_loss"
 _PLAIN = re.compile(r"[\w./-]*[A-Za-z_./-][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
 
@@ -61,7 +61,11 @@ class Proposal:
         """Propose a head, which trains on features that are computed once; `labels` are the names of its classes."""
         if self.said.get("adapter", "head") != "head":
             return
-        self.fields |= {"adapter": "head", "optimizer.learning_rate": HEAD_RATE}
+        self.fields |= {
+            "adapter": "head",
+            "adapter.standardize": "true",
+            "optimizer.learning_rate": HEAD_RATE,
+        }
         self.cache()
         if grow:
             self.fields["adapter.grow"] = "true"

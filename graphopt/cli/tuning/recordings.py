@@ -5,21 +5,16 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 import passes
 from graphopt.cli.tuning.classes import (
-    DRAWN,
     EPOCHS,
     PATIENCE,
     describe,
-    features_of,
     freed,
-    frozen_part,
     head_of,
     of_batch,
-    propose_rate,
     training_folder,
 )
 from graphopt.cli.tuning.notes import Notes
@@ -72,8 +67,5 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
     proposed.lines["model"] = (
         f"{file}: {inputs[0].name!r} takes {length:,} samples{of_batch(proposed, dims[0])}"
     )
-    head = head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
-    drawn = np.sort(np.random.default_rng(0).permutation(len(found_data))[:DRAWN])
-    frozen, sizes = frozen_part(head, model)
-    propose_rate(proposed, features_of(frozen, found_data.arrays["x"][drawn]), sizes)
+    head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
     proposed.wait(EPOCHS, PATIENCE)
