@@ -69,6 +69,7 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.fit import opened
 from graphopt.training.signals import ending
 
+DERIVED = "derived.onnx"  # the file that run=derive writes
 INTERRUPTED = 130
 MOST_ROWS = 10  # of a table of `report` in a terminal
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
@@ -399,6 +400,15 @@ def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
     return ", ".join(FILES)
 
 
+def _derive(recipe: Recipe, folder: Path, console: Console) -> str:
+    _check_no_resume(recipe)
+    model = recipe.derived()
+    save(model, folder / DERIVED)
+    for y in model.graph.outputs:
+        say(console, "output", f"{y.name} {y.shape}")
+    return f"{DERIVED} {size(model)} nodes"
+
+
 def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
     """Write columns.json, by which a host makes the features of a table itself."""
     if recipe.columns is not None:
@@ -514,6 +524,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "compile": partial(_export, _compile),
     "hosts": partial(_export, _hosts),
     "artifacts": partial(_export, _artifacts),
+    "derive": partial(_export, _derive),
     "report": partial(_export, _report),
     "check": write_check,
     "export": _export_run,

@@ -53,7 +53,7 @@ def ifs(model: ir.Model) -> int:
 def fold_integers(model: ir.Model) -> bool:
     """Fold integers and booleans that are constant, once, and return whether fewer If nodes remain."""
     before = ifs(model)
-    rewrite(model, [STATIC_DIMENSION])
+    rewrite(model, STATIC_DIMENSIONS)
     nodes = list(all_nodes(model.graph))
     dropouts = [node for node in nodes if node.op_type == "Dropout" and node.domain == ""]
     positions = [node for node in nodes if TOKEN_POSITIONS.is_set(node)]
@@ -72,11 +72,27 @@ def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
     return np.array(dims, np.int64).reshape(axes.shape) if known else None
 
 
-STATIC_DIMENSION = RewriteRule(
-    lambda op, x, index: op.Gather(op.Shape(x), index, axis=0),
-    lambda op, x, index: op.Constant(value=ir.tensor(_sizes(x, index))),  # type: ignore[arg-type]
-    lambda context, x, index: _sizes(x, index) is not None,
-)
+def _sizes_between(x: ir.Value, start: ir.Value, end: ir.Value) -> np.ndarray | None:
+    """Return the sizes of `x` from one axis to another, or None if one is dynamic."""
+    bounds = [constant_of(start), constant_of(end)]
+    if x.shape is None or any(bound is None or bound.size != 1 for bound in bounds):
+        return None
+    dims = list(x.shape)[slice(*(int(bound.item()) for bound in bounds if bound is not None))]
+    return np.array(dims, np.int64) if all(isinstance(dim, int) for dim in dims) else None
+
+
+STATIC_DIMENSIONS = [
+    RewriteRule(
+        lambda op, x, index: op.Gather(op.Shape(x), index, axis=0),
+        lambda op, x, index: op.Constant(value=ir.tensor(_sizes(x, index))),  # type: ignore[arg-type]
+        lambda context, x, index: _sizes(x, index) is not None,
+    ),
+    RewriteRule(
+        lambda op, x, start, end: op.Slice(op.Shape(x), start, end),
+        lambda op, x, start, end: op.Constant(value=ir.tensor(_sizes_between(x, start, end))),  # type: ignore[arg-type]
+        lambda context, x, start, end: _sizes_between(x, start, end) is not None,
+    ),
+]
 
 
 def infer(model: ir.Model, propagate: bool | None = None) -> None:
