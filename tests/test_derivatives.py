@@ -160,9 +160,9 @@ def test_training_on_energies_and_forces_is_that_of_pytorch() -> None:
 @pytest.mark.parametrize(
     ("derivative", "message"),
     [
-        (passes.Jacobian("z"), "unknown floating-point value 'z'"),
-        (passes.Jacobian("token"), "found 'token' of INT64: differentiate by the embedding's output 'rows'"),
-        (passes.Jacobian("table"), "found 'table' of shape"),
+        (passes.Jacobian("z", "y"), "unknown floating-point value 'z'"),
+        (passes.Jacobian("token", "y"), "found 'token' of INT64: differentiate by the embedding's output 'rows'"),
+        (passes.Jacobian("table", "y"), "found 'table' of shape"),
         (passes.Jacobian("rows", "cube"), r"jacobian: expected an output \[N, m\], found 'cube'"),
         (passes.Jacobian("rows", "mixed"), "found 'mixed' of shape .*, of which this is not known"),
         (passes.Hessian("rows", "y"), "hessian: expected a number for each row"),

@@ -55,7 +55,7 @@ def _body_on(body: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Graph:
     clone = body.clone(allow_outer_scope_values=True)
     for node in all_nodes(clone):
         for i, x in enumerate(node.inputs):
-            if x in copies:
+            if x is not None and x in copies:
                 node.replace_input_with(i, copies[x])
     clone.outputs[:] = [copies.get(y, y) for y in clone.outputs]
     return clone
