@@ -213,9 +213,8 @@ class AugmentImages(Pass):
         )
         if self.resized_crop < 1:
             area = drawn["area"] * (1.0 - self.resized_crop) + self.resized_crop
-            ratio = op.Exp(
-                drawn["ratio"] * (2 * math.log(_WIDEST)) - math.log(_WIDEST)
-            )  # of the width to the height
+            # Of the width to the height
+            ratio = op.Exp(drawn["ratio"] * (2 * math.log(_WIDEST)) - math.log(_WIDEST))
             down, right = (
                 _part(op, place, size, op.Sqrt(area * shape), drawn[name])
                 for place, size, shape, name in (

@@ -475,9 +475,8 @@ def _compare(
         return  # weights of 2 GB and more: the proof alone decides
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.graph_optimization_level = (
-        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    )  # it ends some processes
+    # It ends some processes
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     sessions = [
         onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         for content in (before[0], after[0])

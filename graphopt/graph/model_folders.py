@@ -22,12 +22,8 @@ _TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
 }
-_BESIDE_DECODERS = (
-    "embedding",
-    "encoder",
-    "speech",
-    "vision",
-)  # what models of onnxruntime-genai other than decoders have
+# What models of onnxruntime-genai other than decoders have
+_BESIDE_DECODERS = ("embedding", "encoder", "speech", "vision")
 
 
 def config_in(path: Path) -> dict[str, object]:

@@ -10,9 +10,8 @@ import onnx_ir as ir
 from graphopt.inspection.report import Report
 from graphopt.pipeline import Pipeline
 
-Run = Callable[
-    [ir.Model], Iterator[Mapping[str, np.ndarray]]
-]  # yields the outputs of a model on rows of data
+# Yields the outputs of a model on rows of data
+Run = Callable[[ir.Model], Iterator[Mapping[str, np.ndarray]]]
 
 
 def sensitivity(result: Report, pipeline: Pipeline, run: Run) -> Iterator[str]:

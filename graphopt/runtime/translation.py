@@ -267,9 +267,7 @@ class Translation:
         library, device = form.library and form.library.name, self._device
         facts = (device.ort.__version__, device.execution_provider, device.threads)
         return digest_of(
-            [form.model, self._plain],
-            [Path(__file__)],
-            (library, list(form.shared), self._several, *facts),
+            [form.model, self._plain], [Path(__file__)], (library, list(form.shared), self._several, *facts)
         )
 
     def _reported(self, form: BoundSession, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:

@@ -39,9 +39,8 @@ _WHOLE = f"a tokenizer ({FILE}) of the package tokenizers"
 BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a model or a tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]  # tokens, and where each starts and ends in its text
-Row = tuple[
-    np.ndarray, np.ndarray, bool
-]  # tokens, the number of the text of each, and whether some are cut off
+# Tokens, the number of the text of each, and whether some are cut off
+Row = tuple[np.ndarray, np.ndarray, bool]
 
 
 class Vocabulary(Checked):
