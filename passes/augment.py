@@ -15,7 +15,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import AUGMENTED, MIXED, InferenceForm
 from graphopt.graph.operators import CONVOLUTIONS, ELEMENTWISE_OPERATORS, POOLS
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.roles import Role, data_inputs, with_role
 from graphopt.graph.values import dims_of, is_floating, like, rank, redirect
 from graphopt.intervals import within
 from passes.training_mode import uniform
@@ -367,8 +367,7 @@ def trained_on(x: ir.Value) -> ir.Value:
 
 def _data(model: ir.Model) -> list[ir.Value]:
     """Return the inputs that a batch feeds and something reads."""
-    inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
-    return [x for x in inputs if x.uses()]
+    return [x for x in data_inputs(model) if x.uses()]
 
 
 def _described(x: ir.Value) -> str:

@@ -29,7 +29,7 @@ from graphopt.graph.operators import (
     VIEWS,
     full_attributes,
 )
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import data_inputs
 from graphopt.graph.shapes import infer
 from graphopt.graph.storage import message
 from graphopt.graph.traversal import captured, sort, values_read
@@ -54,8 +54,7 @@ def free_batch(model: ir.Model) -> None:
         GraphoptError: an operator is not known to compute each row from that row alone, or the runtime computes
             something else for two batches together than for one after the other.
     """
-    inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
-    inputs = [x for x in inputs if x.shape is not None and len(x.shape)]
+    inputs = [x for x in data_inputs(model) if x.shape is not None and len(x.shape)]
     sizes = {size for x in inputs if isinstance(size := dims_of(x)[0], int)}
     if not sizes:
         return

@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, Read, matches
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import data_inputs
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dtype_of, is_floating, name_of, redirect
 from graphopt.moments import Moments
@@ -113,7 +113,7 @@ class Standardize(Pass):
 
     def _chosen(self, model: ir.Model) -> list[ir.Value]:
         """Return the inputs to standardize."""
-        inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
+        inputs = data_inputs(model)
         if self.inputs is not None:
             chosen = [x for x in inputs if is_floating(x) and matches(x.name, self.inputs)]
         else:

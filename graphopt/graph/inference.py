@@ -21,7 +21,7 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect
-from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of
 from graphopt.graph.scans import remove_unused_results
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
@@ -176,8 +176,7 @@ def trained_parts(
         adapters: whether they are merged into the weights, left out, or kept as operators.
         quantized: whether the model rounds as fake quantization does in training.
     """
-    outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
-    inference = extract(model, outputs_of_model, merged=adapters != "kept", quantized=quantized)
+    inference = extract(model, outputs_of_model(model), merged=adapters != "kept", quantized=quantized)
     graph = inference.graph
     averaged = {owner: state[name] for name, owner in averages_read(model).items()}
     changed = merged_weights(model, {**state, **averaged}) if adapters == "merged" else {}

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -199,6 +199,13 @@ class Note:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise cls.wrong(holder) from error
         return note
+
+    @classmethod
+    def of_values(cls: type[N], model: ir.Model) -> Iterator[tuple[ir.Value, N]]:
+        """Yield the inputs and initializers that have the note, with it."""
+        for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+            if (note := cls.read(value)) is not None:
+                yield value, note
 
     def check(self) -> None:
         """Raise a ValueError if a field has an invalid value of its type."""

@@ -14,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import MANY, Note, expect
 from graphopt.graph.operators import Attributes, attributes_of, defaults, fits, formal_of, schema_of
-from graphopt.graph.traversal import all_nodes, wholes_of
+from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import constant_of, given, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
@@ -73,7 +73,7 @@ def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
 
 def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
-    nodes = [node for whole in wholes_of(model) for node in all_nodes(whole) if node.domain == ""]
+    nodes = [node for node in nodes_of(model) if node.domain == ""]
     forms: dict[ir.Node, _Form] = {}
     for node in nodes:
         exact = node.attributes.get_string("approximate", "none") == "none"

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.operators import takes
+from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import is_floating
 
 _NUMBERS = {"value_float", "value_floats"}  # attributes of Constant
@@ -31,10 +32,7 @@ def retype(model: ir.Model, dtype: ir.DataType) -> dict[ir.Value, ir.Shape | Non
     for function in model.functions.values():
         for node in list(function.all_nodes()):
             _retype_number_of_call(function, node, dtype)
-    for node in [
-        *model.graph.all_nodes(),
-        *(node for function in model.functions.values() for node in function.all_nodes()),
-    ]:
+    for node in nodes_of(model):
         if not all(takes(dtype, version, *use) for output in node.outputs for use in output.uses()):
             continue
         if node.op_type == "ConstantOfShape" and not node.attributes:

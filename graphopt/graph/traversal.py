@@ -46,6 +46,11 @@ def wholes_of(model: ir.Model) -> list[ir.Graph | ir.Function]:
     return [model.graph, *model.functions.values()]
 
 
+def nodes_of(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of a model and its functions, also those in bodies."""
+    return (node for whole in wholes_of(model) for node in all_nodes(whole))
+
+
 def values_in(graph: ir.Graph) -> list[ir.Value]:
     """Return the inputs of a graph and the outputs of its nodes, without those in bodies."""
     return [*graph.inputs, *(y for node in graph for y in node.outputs)]

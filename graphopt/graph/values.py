@@ -111,6 +111,15 @@ def size_names(values: Iterable[ir.Value]) -> set[str]:
     return {name for x in values for dim in x.shape or () if (name := size_name(dim))}
 
 
+def may_be_alike(a: ir.Shape | None, b: ir.Shape | None) -> bool:
+    """Return whether two shapes may be the same, as far as sizes are known."""
+    if a is None or b is None:
+        return True
+    return len(a) == len(b) and all(
+        m == n for m, n in zip(a, b, strict=True) if isinstance(m, int) and isinstance(n, int)
+    )
+
+
 def given(x: ir.Value | None) -> ir.Value:
     """Return an input that its operator requires."""
     if x is None:
