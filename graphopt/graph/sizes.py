@@ -9,13 +9,14 @@ of two sizes that broadcast against each other for the result.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import onnx_ir as ir
 
 from graphopt.graph.formulas import Formula, is_nonnegative, number, symbol
 from graphopt.graph.operators import full_attributes, schema_of
-from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read
+from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read, Unknown
 from graphopt.graph.traversal import subgraphs, values_in
 from graphopt.graph.values import dims_of, size_name, size_names
 from graphopt.graph.values import fixed as fixed
@@ -155,11 +156,13 @@ class _Sizes:
             return
         read = Read(node, full_attributes(node, self._versions), version, self)
         try:
-            if is_vector and (found := VALUES[node.op_type](read)) is not None and len(found) <= _MOST_VALUES:
-                self._values[node.outputs[0]] = found
-            if node.op_type in RULES:
-                for y, sizes in zip(node.outputs, RULES[node.op_type](read), strict=False):
-                    if y.shape is not None and sizes is not None and len(sizes) == len(y.shape):
+            with contextlib.suppress(Unknown):
+                if is_vector and len(found := VALUES[node.op_type](read)) <= _MOST_VALUES:
+                    self._values[node.outputs[0]] = found
+            with contextlib.suppress(Unknown):
+                derived = RULES[node.op_type](read) if node.op_type in RULES else []
+                for y, sizes in zip(node.outputs, derived, strict=False):
+                    if y.shape is not None and len(sizes) == len(y.shape):
                         for dim, formula in zip(y.shape, sizes, strict=True):
                             if name := size_name(dim):
                                 self._note(name, formula)
