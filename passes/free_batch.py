@@ -33,7 +33,16 @@ from graphopt.graph.roles import data_inputs
 from graphopt.graph.shapes import infer
 from graphopt.graph.storage import message
 from graphopt.graph.traversal import captured, sort, values_read
-from graphopt.graph.values import constant_of, dims_of, dtype_of, given, is_floating, name_of, rank
+from graphopt.graph.values import (
+    constant_before,
+    constant_of,
+    dims_of,
+    dtype_of,
+    given,
+    is_floating,
+    name_of,
+    rank,
+)
 
 BATCH = "batch"  # the name of the freed dimension
 Axes = dict[ir.Value, int]  # of values of rows
@@ -162,10 +171,7 @@ def _name_all(model: ir.Model) -> list[ir.Node]:
 def _name_axes(node: ir.Node) -> None:
     """Give a Squeeze the axes of its input that have size 1."""
     (x,) = (v for v in node.inputs if v is not None)
-    tensor = ir.tensor(np.array([i for i, size in enumerate(dims_of(x)) if size == 1]))
-    axes = ir.val(f"{node.outputs[0].name}/axes", tensor.dtype, tensor.shape.numpy())
-    assert node.graph is not None
-    node.graph.insert_before(node, ir.node("Constant", [], {"value": tensor}, outputs=[axes]))
+    axes = constant_before(node, np.array([i for i, size in enumerate(dims_of(x)) if size == 1]), "axes")
     node.resize_inputs(2)
     node.replace_input_with(1, axes)
 

@@ -46,13 +46,8 @@ _INSTEAD = {
     **{"to": "Cast", "size": "Shape", "sign": "Sign", "tanh": "Tanh"},
     **{"sigmoid": "Sigmoid", "squeeze": "Squeeze", "unsqueeze": "Unsqueeze", "where": "Where"},
     **{"maximum": "Max", "minimum": "Min", "absolute": "Abs", "equal": "Equal", "square": "Mul"},
-    **{
-        "stack": "Concat",
-        "concatenate": "Concat",
-        "prod": "ReduceProd",
-        "round": "Round",
-        "expand_dims": "Unsqueeze",
-    },
+    **{"stack": "Concat", "concatenate": "Concat", "prod": "ReduceProd", "round": "Round"},
+    **{"expand_dims": "Unsqueeze"},
     **{"norm": "ReduceL2", "softmax": "Softmax", "argmax": "ArgMax", "flatten": "Flatten", "dot": "MatMul"},
 }
 # The packages whose own code asks whether a value is there.

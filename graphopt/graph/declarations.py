@@ -19,9 +19,10 @@ from graphopt.graph.limits import are_surely_small, are_vectors_short
 from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
 from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.sizes import unify_sizes
+from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.typed_messages import message_for_inference, shape_of, type_of, types_in
-from graphopt.graph.values import size_name, size_names
+from graphopt.graph.values import name_of, size_name, size_names
 
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
@@ -255,3 +256,34 @@ def _note_wrong(model: ir.Model, declared: Declared) -> None:
         first = next((x for x in model.graph.outputs if x in wrong), next(iter(wrong)))
         example = f"{first.name!r} as {wrong[first]} for {first.shape}"
         Misdeclared(before.count + len(wrong), before.example or example).write(model)
+
+
+_LARGEST_RANK = 6
+
+
+def find_ranks(model: ir.Model) -> None:
+    """Give each input without a shape the only rank that ONNX's inference accepts, with sizes of its own names.
+
+    An input that may have several ranks stays without a shape. Ranks that the file declares for outputs count.
+    """
+    for x in model.graph.inputs:
+        if x.shape is None and isinstance(x.type, ir.TensorType):
+            message = without_weights(model)
+            del message.graph.value_info[:]
+            possible = [rank for rank in range(_LARGEST_RANK + 1) if _is_possible(message, name_of(x), rank)]
+            if len(possible) == 1:
+                x.shape = ir.Shape([f"{x.name}_{axis}" for axis in range(possible[0])])
+
+
+def _is_possible(message: onnx.ModelProto, name: str, rank: int) -> bool:
+    """Return whether all nodes of a model accept an input of a rank."""
+    shape = next(x for x in message.graph.input if x.name == name).type.tensor_type.shape
+    shape.Clear()
+    for axis in range(rank):
+        shape.dim.add(dim_param=f"{name}_{axis}")
+    shape.SetInParent()
+    try:
+        infer_message(message, strict=True)
+    except INFERENCE_ERRORS:
+        return False
+    return True

@@ -335,6 +335,13 @@ def matches(name: str | None, pattern: Pattern) -> bool:
     return any(fnmatchcase(name or "", pattern) for pattern in patterns)
 
 
+def no_match(where: str, what: str, names: Iterable[str | None], owns: str = "trains") -> GraphoptError:
+    """Return the error of a pattern that matches nothing; `names` are what the model trains or has."""
+    return GraphoptError(
+        f"{where} matches no {what}; the model {owns}: {', '.join(map(str, names)) or 'none'}"
+    )
+
+
 def selects(pattern: Pattern, value: ir.Value) -> bool:
     """Return whether a pattern matches a name of an initializer."""
     return bool(pattern) and any(matches(name, pattern) for name in names_of(value))

@@ -187,6 +187,15 @@ def redirect(uses: Iterable[tuple[ir.Node, int]], other: ir.Value) -> None:
         node.replace_input_with(index, other)
 
 
+def constant_before(node: ir.Node, numbers: np.ndarray, name: str) -> ir.Value:
+    """Put a Constant before a node, and return its output, which is named after the node's."""
+    tensor = ir.tensor(numbers)
+    y = ir.val(f"{node.outputs[0].name}/{name}", tensor.dtype, tensor.shape.numpy())
+    if node.graph is not None:
+        node.graph.insert_before(node, ir.node("Constant", [], {"value": tensor}, outputs=[y]))
+    return y
+
+
 def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
     """Return the element type and shape that a text such as `int64[N,3]` declares, with NumPy's names of types.
 

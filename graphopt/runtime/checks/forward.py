@@ -18,7 +18,7 @@ from graphopt.graph.metadata import GRADIENT_OF, OWNER, STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import DRAWING, SHAPE_READERS, STEP_FUNCTIONS
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import all_nodes, ancestors, extracted_model, subgraphs, values_read
-from graphopt.graph.values import constant_of, given, is_floating, name_of, producer_of
+from graphopt.graph.values import constant_of, given, is_floating, name_of, producer_of, redirect
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
@@ -173,8 +173,7 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
             base = STOP_GRADIENT.mark(op.Identity(y))
             smooth = base + (passed - held)
             smooth.shape, smooth.type = y.shape, y.type
-            for user, index in uses:
-                user.replace_input_with(index, smooth)
+            redirect(uses, smooth)
             quantizers.add(quantizer)
     model.graph.sort()
     return stopped | {
