@@ -67,7 +67,7 @@ class _Facts(Protocol):
 
 
 @dataclass(frozen=True)
-class Read:
+class NodeSizes:
     """Read a node and what is known of its inputs."""
 
     node: ir.Node
@@ -144,24 +144,24 @@ def _is_positive(x: Formula) -> bool:
     return is_nonnegative(x - 1)
 
 
-def _elementwise(read: Read) -> list[Sizes]:
+def _elementwise(read: NodeSizes) -> list[Sizes]:
     shapes = [read.facts.of_shape(x) for x in read.node.inputs if x is not None]
     return [broadcast(list(map(_known, shapes)))] if shapes and read.version >= _ALIGNED_SINCE else []
 
 
-def _matmul(read: Read) -> list[Sizes]:
+def _matmul(read: NodeSizes) -> list[Sizes]:
     a, b = read.shape(0), read.shape(1)
     return [] if min(len(a), len(b)) < 2 else [[*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]]]
 
 
-def _gemm(read: Read) -> list[Sizes]:
+def _gemm(read: NodeSizes) -> list[Sizes]:
     a, b = read.shape_if_known(0), read.shape_if_known(1)
     rows = a[1 if read.attributes.get("transA") else 0] if a is not None and len(a) == 2 else None
     columns = b[0 if read.attributes.get("transB") else 1] if b is not None and len(b) == 2 else None
     return [[rows, columns]]
 
 
-def _reshape(read: Read) -> list[Sizes]:
+def _reshape(read: NodeSizes) -> list[Sizes]:
     x, to = read.shape_if_known(0), read.to
     wanted, result = list[Maybe](), list(to)
     with contextlib.suppress(Unknown):
@@ -187,7 +187,7 @@ def _solved(x: list[Formula] | None, result: list[Maybe]) -> list[Maybe]:
     return [quotient(x, known) if size is None else size for size in result]
 
 
-def _flatten(read: Read) -> list[Sizes]:
+def _flatten(read: NodeSizes) -> list[Sizes]:
     x = read.shape(0)
     axis = read.attributes["axis"] + len(x) * (read.attributes["axis"] < 0)
     return [[_volume(x[:axis]), _volume(x[axis:])]]
@@ -197,7 +197,7 @@ def _volume(sizes: Sequence[Formula]) -> Formula:
     return functools.reduce(Formula.__mul__, sizes, number(1))
 
 
-def _slice(read: Read) -> list[Sizes]:
+def _slice(read: NodeSizes) -> list[Sizes]:
     x, starts, ends = read.shape(0), read.option(1, "starts"), read.option(2, "ends")
     has_axes = "axes" in read.attributes or read.input(3) is not None
     axes = read.axes(3, "axes", len(x)) if has_axes else list(range(len(starts)))
@@ -231,7 +231,7 @@ def _bound(size: Formula, bound: Formula) -> Maybe:
     return largest(number(0), size + bound) if is_nonnegative(bound * -1 - 1) else None
 
 
-def _concat(read: Read) -> list[Sizes]:
+def _concat(read: NodeSizes) -> list[Sizes]:
     known = list(map(read.shape, range(len(read.node.inputs))))
     if not known or not known[0]:
         return []
@@ -240,7 +240,7 @@ def _concat(read: Read) -> list[Sizes]:
     return [[total if i == axis else None for i in range(len(known[0]))]]
 
 
-def _split(read: Read) -> list[Sizes]:
+def _split(read: NodeSizes) -> list[Sizes]:
     x, count = read.shape(0), len(read.node.outputs)
     axis = read.attributes["axis"] % len(x)
     parts: Sequence[Maybe] | None = None
@@ -256,7 +256,7 @@ def _split(read: Read) -> list[Sizes]:
     return [[*x[:axis], part, *x[axis + 1 :]] for part in parts]
 
 
-def _pad(read: Read) -> list[Sizes]:
+def _pad(read: NodeSizes) -> list[Sizes]:
     if "paddings" in read.attributes:
         return []
     x, pads = read.shape(0), read.option(1, "pads")
@@ -270,7 +270,7 @@ def _pad(read: Read) -> list[Sizes]:
     return [result]
 
 
-def _windows(read: Read) -> list[Sizes]:
+def _windows(read: NodeSizes) -> list[Sizes]:
     """Count windows of a convolution or a pool along each axis, as ONNX Runtime does since opset 22."""
     is_pool, x = read.node.op_type in POOLS, read.shape(0)
     w = [] if is_pool else read.shape(1)
@@ -294,7 +294,7 @@ def _windows(read: Read) -> list[Sizes]:
     return [[x[0], x[1] if is_pool else w[0], *counts]] * len(read.node.outputs)
 
 
-def _transposed_windows(read: Read) -> list[Sizes]:
+def _transposed_windows(read: NodeSizes) -> list[Sizes]:
     x, w = read.shape(0), read.shape(1)
     n, channels = len(x) - 2, w[1] * int(read.attributes.get("group") or 1)
     if "output_shape" in read.attributes:
@@ -310,7 +310,7 @@ def _transposed_windows(read: Read) -> list[Sizes]:
     return [[x[0], channels, *sizes]]
 
 
-def _resize(read: Read) -> list[Sizes]:
+def _resize(read: NodeSizes) -> list[Sizes]:
     """Derive sizes from given sizes, or from scales that float32, in which the runtime multiplies, has exactly."""
     x, sizes = read.shape(0), read.facts.values(read.input(3))
     policy = read.attributes.get("keep_aspect_ratio_policy", "stretch")
@@ -332,14 +332,14 @@ def _scaled(size: Formula, scale: Fraction) -> Maybe:
     return floor(size * scale) if is_exact and scale > 0 else None
 
 
-def _tile(read: Read) -> list[Sizes]:
+def _tile(read: NodeSizes) -> list[Sizes]:
     x, repeats = read.shape(0), read.values(1)
     if len(repeats) != len(x):
         return []
     return [[None if n is None else size * n for size, n in zip(x, repeats, strict=True)]]
 
 
-def _reduction(read: Read) -> list[Sizes]:
+def _reduction(read: NodeSizes) -> list[Sizes]:
     x = read.shape(0)
     if read.node.outputs[0].shape is None:
         return []
@@ -353,13 +353,13 @@ def _reduction(read: Read) -> list[Sizes]:
     return [[number(1) if i in axes else size for i, size in enumerate(x) if is_kept or i not in axes]]
 
 
-def _squeeze(read: Read) -> list[Sizes]:
+def _squeeze(read: NodeSizes) -> list[Sizes]:
     x = read.shape(0)
     axes = read.axes(1, "axes", len(x))
     return [[size for i, size in enumerate(x) if i not in axes]]
 
 
-def _unsqueeze(read: Read) -> list[Sizes]:
+def _unsqueeze(read: NodeSizes) -> list[Sizes]:
     x, rank = read.shape(0), len(_known(read.node.outputs[0].shape))
     axes = read.axes(1, "axes", rank)
     if rank != len(x) + len({*axes}):
@@ -368,26 +368,26 @@ def _unsqueeze(read: Read) -> list[Sizes]:
     return [[number(1) if i in axes else next(sizes) for i in range(rank)]]
 
 
-def _range(read: Read) -> list[Sizes]:
+def _range(read: NodeSizes) -> list[Sizes]:
     start, limit, step = (_known(next(iter(read.values(i)), None)) for i in range(3))
     if not step.number:
         return []
     return [[largest(number(0), ceiling((limit - start) * (1 / step.number)))]]
 
 
-def _top(read: Read) -> list[Sizes]:
+def _top(read: NodeSizes) -> list[Sizes]:
     x, k = read.shape(0), read.option(1, "k")
     axis = read.attributes.get("axis", -1) % len(x)
     return [[*x[:axis], k[0], *x[axis + 1 :]]] * 2
 
 
-def _one_hot(read: Read) -> list[Sizes]:
+def _one_hot(read: NodeSizes) -> list[Sizes]:
     x, depth = read.shape(0), read.values(1)
     axis = read.attributes.get("axis", -1) % (len(x) + 1)
     return [[*x[:axis], depth[0], *x[axis:]]]
 
 
-def _depth_to_space(read: Read) -> list[Sizes]:
+def _depth_to_space(read: NodeSizes) -> list[Sizes]:
     x, block = read.shape(0), read.attributes["blocksize"]
     if len(x) != 4:
         return []
@@ -396,7 +396,7 @@ def _depth_to_space(read: Read) -> list[Sizes]:
     return [[x[0], x[1] * block**2, *(quotient([size], [number(block)]) for size in x[2:])]]
 
 
-RULES: dict[str, Callable[[Read], list[Sizes]]] = {
+RULES: dict[str, Callable[[NodeSizes], list[Sizes]]] = {
     **dict.fromkeys(ELEMENTWISE_OPERATORS, _elementwise),
     **dict.fromkeys([*POOLS, "Conv", "ConvInteger"], _windows),
     **dict.fromkeys(_REDUCTIONS, _reduction),
@@ -424,13 +424,13 @@ RULES: dict[str, Callable[[Read], list[Sizes]]] = {
 }
 
 
-def _shape_values(read: Read) -> list[Maybe]:
+def _shape_values(read: NodeSizes) -> list[Maybe]:
     names = [dim if isinstance(dim, int) else dim.value for dim in _known(_known(read.input(0)).shape)]
     sizes = [None if name is None else read.facts.of(name) for name in names]
     return sizes[read.attributes.get("start", 0) : read.attributes.get("end")]
 
 
-def _cast(read: Read) -> list[Maybe]:
+def _cast(read: NodeSizes) -> list[Maybe]:
     """Take integers of another type, but not from floats, which round."""
     to = read.attributes["to"] if read.node.op_type == "Cast" else _known(read.input(1)).dtype
     if to not in (ir.DataType.INT64, ir.DataType.INT32):
@@ -438,7 +438,7 @@ def _cast(read: Read) -> list[Maybe]:
     return read.values(0)
 
 
-def _cut(read: Read) -> list[Maybe]:
+def _cut(read: NodeSizes) -> list[Maybe]:
     x = read.values(0)
     starts, ends = _numbers(read.option(1, "starts")), _numbers(read.option(2, "ends"))
     steps = read.numbers(4) if read.input(4) is not None else [1]
@@ -447,7 +447,7 @@ def _cut(read: Read) -> list[Maybe]:
     return x[starts[0] : ends[0] : steps[0]]
 
 
-def _joined(read: Read) -> list[Maybe]:
+def _joined(read: NodeSizes) -> list[Maybe]:
     parts = [read.facts.values(x) for x in read.node.inputs]
     if None in parts:
         shapes = [None if x is None else read.facts.of_shape(x) for x in read.node.inputs]
@@ -457,12 +457,12 @@ def _joined(read: Read) -> list[Maybe]:
     return [x for part in parts for x in part or ()]
 
 
-def _each(function: Callable[..., Maybe]) -> Callable[[Read], list[Maybe]]:
+def _each(function: Callable[..., Maybe]) -> Callable[[NodeSizes], list[Maybe]]:
     """Return a rule that computes elements from those of vectors that broadcast."""
     return lambda read: [None if None in row else function(*row) for row in _rows(read)]
 
 
-def _rows(read: Read) -> list[tuple[Maybe, ...]]:
+def _rows(read: NodeSizes) -> list[tuple[Maybe, ...]]:
     """Return the elements of a node's inputs in the same place, once these broadcast."""
     known = list(map(read.values, range(len(read.node.inputs))))
     count = max(map(len, known))
@@ -501,15 +501,15 @@ def _chosen(condition: Maybe, x: Maybe, y: Maybe) -> Maybe:
     return y if condition is not None and condition.number == 0 else None
 
 
-def _filled(read: Read) -> list[Maybe]:
+def _filled(read: NodeSizes) -> list[Maybe]:
     count, fill = read.numbers(0), read.attributes.get("value")
     if len(count) != 1 or not 0 <= count[0] <= 99 or (fill is not None and fill.size != 1):
         raise Unknown
     return [number(0 if fill is None else int(fill.numpy().item()))] * count[0]
 
 
-def _reduced(function: Callable[..., Formula]) -> Callable[[Read], list[Maybe]]:
-    def rule(read: Read) -> list[Maybe]:
+def _reduced(function: Callable[..., Formula]) -> Callable[[NodeSizes], list[Maybe]]:
+    def rule(read: NodeSizes) -> list[Maybe]:
         known = list(map(_known, read.values(0)))
         if not known or len(_known(_known(read.input(0)).shape)) != 1:
             raise Unknown
@@ -520,7 +520,7 @@ def _reduced(function: Callable[..., Formula]) -> Callable[[Read], list[Maybe]]:
     return rule
 
 
-VALUES: dict[str, Callable[[Read], list[Maybe]]] = {
+VALUES: dict[str, Callable[[NodeSizes], list[Maybe]]] = {
     **dict.fromkeys(["Identity", "Reshape", "Squeeze", "Unsqueeze"], lambda read: read.values(0)),
     "Abs": _each(lambda a: a if is_nonnegative(a) else None),
     "Add": _each(Formula.__add__),

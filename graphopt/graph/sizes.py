@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from graphopt.graph.formulas import Formula, is_nonnegative, number, symbol
 from graphopt.graph.operators import full_attributes, schema_of
-from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read, Unknown
+from graphopt.graph.size_rules import RULES, VALUES, Maybe, NodeSizes, Unknown
 from graphopt.graph.traversal import subgraphs, values_in
 from graphopt.graph.values import dims_of, size_name, size_names
 from graphopt.graph.values import fixed as fixed
@@ -154,7 +154,7 @@ class _Sizes:
         is_new = node.op_type in RULES and any(map(self.is_open, size_names(node.outputs)))
         if not is_vector and not is_new and node.op_type != "Concat":
             return
-        read = Read(node, full_attributes(node, self._versions), version, self)
+        read = NodeSizes(node, full_attributes(node, self._versions), version, self)
         try:
             with contextlib.suppress(Unknown):
                 if is_vector and len(found := VALUES[node.op_type](read)) <= _MOST_VALUES:

@@ -19,12 +19,10 @@ from graphopt.graph.roles import STATE, Role, outputs_of_model, with_role
 from graphopt.graph.traversal import extracted_model
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.findings import Finding
-from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, allowed_error, norm_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
-MOST_ROUNDINGS = 1000  # of the predictions' norm, by which those of float32 may differ
-MOST_NARROW_ROUNDINGS = 30  # of those of 16 bits
 PART = 2**22  # numbers that are compared at once
 NOISY_RUNS = 4  # of the training graph, to see how much of a difference is rounding
 OWN_PACKAGES = ("passes", "graphopt")
@@ -175,7 +173,7 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterat
     same, (*norms, off), numbers = compared(x, y)
     scale = max(*norms, 1e-300)
     off /= scale
-    limit = unit * (MOST_ROUNDINGS if unit < 1e-6 else MOST_NARROW_ROUNDINGS)
+    limit = allowed_error(unit)  # relative to the norm of the predictions
     if not same or off > limit:
         for other in noisy:
             noise = compared(other, y)[1][-1] / scale
