@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import MANY, Note, expect
 from graphopt.graph.operators import Attributes, attributes_of, defaults, fits, formal_of, schema_of
@@ -52,6 +53,16 @@ def versions_of(model: ir.Model) -> tuple[int, int]:
         return now, model.ir_version
     known = [opset for _, its_ir, opset, *_ in onnx.helper.VERSION_TABLE if its_ir <= came_in.ir_version]
     return came_in.opset or min(now, max(known, default=1)), came_in.ir_version
+
+
+def check_training_version(model: ir.Model, where: str, advice: str) -> None:
+    """Raise an error if onnxruntime-training is too old for a model's opset or IR version."""
+    version = model.opset_imports[""]
+    if version > ORT_TRAINING_OPSET or model.ir_version > ORT_TRAINING_IR_VERSION:
+        raise GraphoptError(
+            f"{where}: expected a model of opset {ORT_TRAINING_OPSET} and IR version {ORT_TRAINING_IR_VERSION} or "
+            f"older, found {version} and {model.ir_version}{advice}"
+        )
 
 
 def ir_version_of(opset: int) -> int:
