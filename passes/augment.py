@@ -86,6 +86,7 @@ class AugmentImages(Pass):
     layout: Literal["NCHW", "NHWC"] | None = None
     input: str | None = None
     seed: int = within("[0, inf)", 0)
+    changes_forward = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,9 +111,6 @@ class AugmentImages(Pass):
     @property
     def _warps(self) -> list[str]:
         return ["rotation"] * (self.rotation > 0) + ["resized_crop"] * (self.resized_crop < 1)
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         x = self._images(model)
@@ -316,9 +314,7 @@ class MixUp(Pass):
 
     alpha: float = within("(0, 8]", 0.2)
     seed: int = within("[0, inf)", 0)
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         if with_role(model, Role.LOSS) or share_of_others(model) is not None:

@@ -149,9 +149,7 @@ class StopGradient(Pass):
     """
 
     values: Pattern
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         matching = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]

@@ -66,6 +66,7 @@ class MixedPrecision(Pass):
 
     dtype: Literal["float16", "bfloat16"] = "float16"
     keep: Pattern = None
+    changes_forward = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,9 +74,6 @@ class MixedPrecision(Pass):
             raise GraphoptError(
                 f"MixedPrecision: dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}"
             )
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         nodes = list(model.graph)

@@ -56,6 +56,7 @@ class Standardize(Pass):
     scale: _Numbers | Mapping[str, _Numbers] | None = field(default=None, repr=False)
     axis: int = 1
     inputs: Pattern = None
+    changes_forward = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,9 +84,6 @@ class Standardize(Pass):
             except GraphoptError as error:
                 raise GraphoptError(f"Standardize: {error}") from error
         return replace(self, mean=mean, scale=scale)
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         if self.mean is None or self.scale is None:

@@ -82,9 +82,7 @@ class TrainingMode(Pass):
     seed: int = within("[0, inf)", 0)
     leave_out: Pattern = None
     as_exported: bool = False
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         for node in list(model.graph):

@@ -96,6 +96,7 @@ class Losses(Pass):
 
     losses: Mapping[str, Loss]
     weights: Mapping[str, float] = within("(-inf, inf)", dict)
+    changes_forward = True
 
     @property
     def learns(self) -> bool:
@@ -105,9 +106,6 @@ class Losses(Pass):
         learning = {y: replace(loss, output=y) for y, loss in self.losses.items() if loss.learns}
         adapted = {y: loss.adapted(model, read, f"target_{y}") for y, loss in learning.items()}
         return replace(self, losses={**self.losses, **adapted})
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         for name, loss in self.losses.items():
@@ -164,9 +162,7 @@ class OwnLoss(Pass):
     sample_weight: str | None = field(default=None, kw_only=True)
 
     task: ClassVar[str] = "regression"
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         if share_of_others(model) is not None:
