@@ -15,7 +15,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, Read, matches
 from graphopt.graph.roles import data_inputs
-from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.traversal import computed_from
 from graphopt.graph.values import dtype_of, is_floating, name_of, redirect
 from graphopt.moments import Moments
 from passes.weights.initializers import register
@@ -116,7 +116,7 @@ class Standardize(Pass):
             chosen = [x for x in inputs if is_floating(x) and matches(x.name, self.inputs)]
         else:
             results = [y for y in model.graph.outputs if y.shape is None or any(dim != 1 for dim in y.shape)]
-            needed = {*results, *(x for node in ancestors(results) for x in values_read(node))}
+            needed = computed_from(results)
             chosen = [x for x in inputs if is_floating(x) and (x in needed or not results)]
         if not chosen:
             wanted = "" if self.inputs is None else f" {self.inputs!r}"

@@ -24,7 +24,7 @@ from graphopt.graph.rewriting import interface_kept, needed, protect, remove_unu
 from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
-from graphopt.graph.traversal import ancestors, extracted_model, values_read
+from graphopt.graph.traversal import computed_from, extracted_model
 from graphopt.graph.values import given, is_read, like, name_of, swap
 
 _Adapters = Literal["merged", "left out", "kept"]
@@ -282,7 +282,7 @@ def _shrink(graph: ir.Graph, node: ir.Node) -> None:
     if not kept:
         return
     while True:  # a state stays if what stays depends on it
-        read = {x for i in kept for x in _needed_by(body.outputs[i])}
+        read = computed_from(body.outputs[i] for i in kept)
         more = [i for i in range(states) if i not in kept and body.inputs[i] in read]
         if not more:
             break
@@ -303,11 +303,6 @@ def _shrink(graph: ir.Graph, node: ir.Node) -> None:
     other = ir.node("Scan", [node.inputs[i] for i in inputs], attributes, outputs=made)
     metadata.copy(node, other)
     ir.convenience.replace_nodes_and_values(graph, node, [node], [other], outputs, made)
-
-
-def _needed_by(y: ir.Value) -> set[ir.Value]:
-    """Return a value of a body, and those that it depends on."""
-    return {y, *(x for node in ancestors([y]) for x in values_read(node))}
 
 
 def _chosen(node: ir.Node, side: str, numbers: Sequence[int]) -> dict[str, list[int]]:

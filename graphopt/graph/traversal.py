@@ -112,6 +112,18 @@ def ancestors(values: Iterable[ir.Value], known: Collection[ir.Node] = ()) -> se
     return result
 
 
+def computed_from(values: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return some values, and all that they are computed from, including by bodies."""
+    found, waiting = set[ir.Value](), list(values)
+    while waiting:
+        x = waiting.pop()
+        if x not in found:
+            found.add(x)
+            node = x.producer()
+            waiting.extend(values_read(node) if node is not None else ())
+    return found
+
+
 def forward_nodes(model: ir.Model) -> set[ir.Node]:
     """Return the nodes of the forward pass: those that compute the loss, metrics, predictions and statistics."""
     statistics = {next_of(x) for x in with_role(model, Role.STATISTIC)}

@@ -16,7 +16,7 @@ from graphopt.graph.authored import call, floating
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read, retire
 from graphopt.graph.roles import Role, role_of, set_role, with_role
-from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.traversal import computed_from
 from graphopt.graph.values import is_floating, name_of, tensor_type
 from graphopt.intervals import within
 from passes.augment import share_of_others
@@ -181,7 +181,7 @@ class OwnLoss(Pass):
                 f"{', '.join(inputs)}"
             )
         results = with_role(model, Role.PREDICTION, Role.SOURCE)
-        needed = {*results, *(x for node in ancestors(results) for x in values_read(node))}
+        needed = computed_from(results)
         for name, x in inputs.items():
             if name == self.sample_weight:
                 set_role(x, Role.SAMPLE_WEIGHT)
