@@ -70,11 +70,7 @@ class Emits(Protocol):
 
 
 class Arithmetic:
-    """Emit the nodes of Python's operators on values, during a `with` block of this thread.
-
-    Args:
-        op: emits them.
-    """
+    """Emit the nodes of Python's operators on values, during a `with` block of this thread."""
 
     def __init__(self, op: Emits) -> None:
         self._op = op

@@ -18,7 +18,6 @@ def again(
     """Emit sorted nodes again with some values replaced, and return the copies of their outputs.
 
     Args:
-        op: emits the copies.
         nodes: the nodes, which stay as they are.
         replaced: what the copies read in place of other values.
         notes: whether copies have the notes of nodes and outputs; otherwise, only that a node counts positions.

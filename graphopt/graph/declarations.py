@@ -121,12 +121,7 @@ def _is_inferred_wrongly(node: ir.Node | None) -> bool:
 
 
 def _infer(model: ir.Model, propagate: bool) -> None:
-    """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted.
-
-    Args:
-        model: the model.
-        propagate: whether inference propagates data.
-    """
+    """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted."""
     more = True
     while more:
         typed = message_for_inference(model, propagate)

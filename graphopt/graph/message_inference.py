@@ -38,7 +38,6 @@ def infer_message(
 
     Args:
         message: the model. Declared sizes below 0, which some exporters write for unknown ones, are removed.
-        propagate: whether inference propagates data.
         strict: whether it checks types and sizes, and raises an error where it otherwise leaves types out.
 
     Raises:

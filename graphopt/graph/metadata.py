@@ -165,7 +165,6 @@ class Note:
     """Store several fields as a note in JSON, under a key. A subclass declares the fields, and may check them.
 
     Args:
-        key: the key.
         expected: the description of the fields in errors.
     """
 

@@ -75,7 +75,6 @@ def described(place: Path, *, by_config: bool) -> dict[str, Any]:
     A config.json of another program says nothing.
 
     Args:
-        place: the folder.
         by_config: whether config.json tells the type if genai_config.json does not.
 
     Raises:

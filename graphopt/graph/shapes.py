@@ -83,7 +83,6 @@ def infer(model: ir.Model, propagate: bool | None = None) -> None:
     """Infer the type and shape of every value, including values in bodies, and name unknown dimensions.
 
     Args:
-        model: the model.
         propagate: what `check_expanded` returned before the form of the model changed; by default, the model is
             checked.
     """

@@ -141,7 +141,6 @@ class _Sizes:
         """Derive the sizes of a node's outputs from those of its inputs, and the elements of a short vector.
 
         Args:
-            node: the node.
             outside: names about which the node says nothing, because it may not run.
         """
         if node.domain or not node.outputs or (node.op_type not in RULES and node.op_type not in VALUES):

@@ -26,7 +26,6 @@ def message_for_inference(model: ir.Model, propagate: bool) -> onnx.ModelProto:
     """Return a message of a model in which ONNX's inference finds what it would not, and guesses nothing.
 
     Args:
-        model: the model.
         propagate: whether inference will propagate data.
     """
     message = without_weights(model)
