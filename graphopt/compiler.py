@@ -243,10 +243,7 @@ class StepHalves:
 
 @checked()
 def split_step(
-    pipeline: Pipeline,
-    model: Source,
-    *,
-    statistics: Literal["synchronized", "local"] = "synchronized",
+    pipeline: Pipeline, model: Source, *, statistics: Literal["synchronized", "local"] = "synchronized"
 ) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 

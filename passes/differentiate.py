@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import STOP_GRADIENT, Flag
+from graphopt.graph.metadata import STOP_GRADIENT, Flag, InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
@@ -24,6 +24,7 @@ from graphopt.graph.values import (
     is_floating,
     like,
     name_of,
+    producer_of,
     rank,
     redirect,
     seed_of,
@@ -336,7 +337,11 @@ def _repeated(
             )
         spread = op.Expand(x, op.Concat([count], op.shape_of(x), axis=0))
         copies[x] = op.Reshape(spread, op.Concat([-1], op.shape_of(x, 1), axis=0))
-    return again(op, nodes, copies)
+    copies |= again(op, nodes, copies, notes=True)
+    for y in copies.values():
+        InferenceForm.remove(y)
+        InferenceForm.remove(producer_of(y))
+    return copies
 
 
 @dataclass(frozen=True)
@@ -410,9 +415,7 @@ class StopGradient(Pass):
     """
 
     values: Pattern
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         matching = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]

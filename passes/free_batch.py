@@ -29,11 +29,20 @@ from graphopt.graph.operators import (
     VIEWS,
     full_attributes,
 )
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import data_inputs
 from graphopt.graph.shapes import infer
 from graphopt.graph.storage import message
 from graphopt.graph.traversal import captured, sort, values_read
-from graphopt.graph.values import constant_of, dims_of, dtype_of, given, is_floating, name_of, rank
+from graphopt.graph.values import (
+    constant_before,
+    constant_of,
+    dims_of,
+    dtype_of,
+    given,
+    is_floating,
+    name_of,
+    rank,
+)
 
 BATCH = "batch"  # the name of the freed dimension
 Axes = dict[ir.Value, int]  # of values of rows
@@ -55,8 +64,7 @@ def free_batch(model: ir.Model) -> None:
         GraphoptError: an operator is not known to compute each row from that row alone, or the runtime computes
             something else for two batches together than for one after the other.
     """
-    inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
-    inputs = [x for x in inputs if x.shape is not None and len(x.shape)]
+    inputs = [x for x in data_inputs(model) if x.shape is not None and len(x.shape)]
     sizes = {size for x in inputs if isinstance(size := dims_of(x)[0], int)}
     if not sizes:
         return
@@ -220,10 +228,7 @@ def _name_all(model: ir.Model) -> list[ir.Node]:
 def _name_axes(node: ir.Node) -> None:
     """Give a Squeeze the axes of its input that have size 1."""
     (x,) = (v for v in node.inputs if v is not None)
-    tensor = ir.tensor(np.array([i for i, size in enumerate(dims_of(x)) if size == 1]))
-    axes = ir.val(f"{node.outputs[0].name}/axes", tensor.dtype, tensor.shape.numpy())
-    assert node.graph is not None
-    node.graph.insert_before(node, ir.node("Constant", [], {"value": tensor}, outputs=[axes]))
+    axes = constant_before(node, np.array([i for i, size in enumerate(dims_of(x)) if size == 1]), "axes")
     node.resize_inputs(2)
     node.replace_input_with(1, axes)
 
@@ -532,9 +537,8 @@ def _compare(
         return  # weights of 2 GB and more: the proof alone decides
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.graph_optimization_level = (
-        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    )  # it ends some processes
+    # It ends some processes
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     sessions = [
         onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         for content in (before[0], after[0])

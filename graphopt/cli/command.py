@@ -128,11 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it")
     flag("--resolve", help="with --cfg: show values instead of references")
     option("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
-    option(
-        "--schema",
-        metavar="FILE",
-        help="write a JSON Schema of recipes for editors",
-    )
+    option("--schema", metavar="FILE", help="write a JSON Schema of recipes for editors")
     option("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
     flag("--deeper", help="with tune: then train the last layers, too, at a smaller rate")
     option(
@@ -495,11 +491,7 @@ def _export_run(recipe: Recipe, folder: Path) -> None:
     say(console, "model", str(trained.checkpoint or trained.model))
     executor = trained.executor()
     save_folder(
-        executor,
-        target := trained.folder / form,
-        base=base,
-        form=form,
-        base_name=recipe.fields["base_name"],
+        executor, target := trained.folder / form, base=base, form=form, base_name=recipe.fields["base_name"]
     )
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
     reads_tokens = not any(is_floating(x) for x in with_role(executor.model, Role.DATA))

@@ -24,7 +24,7 @@ from graphopt.graph.operators import GROWING, POOLS, SEQUENCE_READERS, schema_of
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
 from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs, values_in
-from graphopt.graph.typed_messages import message_for_inference, take_types
+from graphopt.graph.typed_messages import infer_types, message_for_inference, take_types
 from graphopt.graph.values import constant_of, is_static, size_name, size_names
 
 
@@ -99,7 +99,6 @@ def infer(model: ir.Model, propagate: bool | None = None) -> None:
     """Infer the type and shape of every value, including values in bodies, and name unknown dimensions.
 
     Args:
-        model: the model.
         propagate: what `check_expanded` returned before the form of the model changed; by default, the model is
             checked.
     """
@@ -157,7 +156,7 @@ def infer_anew(model: ir.Model) -> None:
         forget()
         name_dimensions(model.graph.inputs, new_names(model))
         with contextlib.suppress(*INFERENCE_ERRORS):
-            take_types(model.graph, infer_message(message_for_inference(model, False)).graph)
+            infer_types(model)
     for x, kind in declared.items():
         x.type = x.type or kind
 
@@ -196,10 +195,9 @@ def check_expanded(model: ir.Model) -> bool:
     """
     probe = model.clone()
     try:
-        typed = infer_message(message_for_inference(probe, False))
+        infer_types(probe)
     except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    take_types(probe.graph, typed.graph)
     if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in all_nodes(probe.graph)):
         fold_integers(probe)
     check_constants(probe)

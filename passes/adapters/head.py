@@ -55,6 +55,7 @@ class Head(Pass):
     classes: int | None = within("[1, 1000000]", None, whole=True)
     grow: bool = False
     seed: int = within("[0, inf)", 0)
+    changes_forward = True
 
     @property
     def learns(self) -> bool:
@@ -62,9 +63,6 @@ class Head(Pass):
 
     def adapted(self, model: ir.Model, read: Read) -> Head:
         return replace(self, classes=read.outputs())
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         if self.classes is None:

@@ -115,12 +115,7 @@ class Recipe:
     """
 
     def __init__(
-        self,
-        config: DictConfig,
-        choices: Mapping[str, str],
-        command_line: CommandLine,
-        *,
-        reads: bool = True,
+        self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine, *, reads: bool = True
     ) -> None:
         self.choices = choices
         self._trained: Path | None = None
