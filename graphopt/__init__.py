@@ -10,7 +10,8 @@ from graphopt import deferred as deferred  # isort: skip (before anything import
 from graphopt import namesakes as namesakes  # isort: skip (before anything imports passes)
 from graphopt import callbacks as callbacks
 from graphopt.arguments import no_attribute
-from graphopt.compiler import StepHalves, compile, grad, split_step, standard
+from graphopt.compiler import StepHalves, compile, split_step, standard
+from graphopt.derivatives import grad, hessian, jacobian
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
@@ -85,6 +86,8 @@ __all__ = [
     "from_sklearn",
     "generate",
     "grad",
+    "hessian",
+    "jacobian",
     "listing",
     "load",
     "load_artifacts",

@@ -134,11 +134,7 @@ def keywords_of(options: Any, own: int = 2) -> Any:
 
 
 def _explain(
-    name: str,
-    signature: inspect.Signature,
-    given: int,
-    keywords: Iterable[str],
-    advice: str = "",
+    name: str, signature: inspect.Signature, given: int, keywords: Iterable[str], advice: str = ""
 ) -> None:
     """Raise an error in one line if so many arguments without a name, and keywords, do not fit a signature."""
     parameters = signature.parameters.values()

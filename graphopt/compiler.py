@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.arguments import checked, keywords_of
 from graphopt.errors import GraphoptError, kind_of, library_of, nearest
-from graphopt.graph.loading import Source, load
+from graphopt.graph.loading import Source
 from graphopt.pipeline import Pipeline, Rules, Step, check_pipeline, check_step
 
 
@@ -217,43 +217,6 @@ def compile(model: Source, **steps: Any) -> ir.Model:
     return standard(**steps)(model)
 
 
-@checked()
-def grad(
-    model: Source, wrt: Sequence[str], *, of: str | None = None, seeded: bool = False, keep: bool = True
-) -> ir.Model:
-    """Return a model with outputs `OF.grad.X`: the gradients of output `OF` with respect to inputs or weights `X`.
-
-    The result is an ordinary model. Apply `grad` again for second derivatives.
-
-    Args:
-        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        wrt: the names of the inputs and weights to differentiate with respect to.
-        of: the output to differentiate, summed over its elements; by default, the only floating-point output.
-        seeded: add an input `OF.seed` that weights the output's elements, for a vector-Jacobian product.
-        keep: keep the model's own outputs.
-
-    Raises:
-        GraphoptError: the model cannot be read, a name is unknown, or an operator in between has no gradient rule.
-
-    >>> from graphopt import models
-    >>> model = graphopt.grad(models.linear((2,), 1), ["x"])
-    >>> [output.name for output in model.graph.outputs]
-    ['y', 'y.grad.x']
-    """
-    import passes
-
-    if isinstance(wrt, str):
-        raise GraphoptError(f"grad: expected names of inputs and weights, found {wrt!r}: write [{wrt!r}]")
-    loaded = load(model)
-    own = {output.name for output in loaded.graph.outputs}
-    passes.Normalize().apply(loaded)
-    passes.Differentiate(tuple(wrt), of, seeded).apply(loaded)
-    if not keep:
-        loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
-    passes.Simplify().apply(loaded)
-    return loaded
-
-
 @dataclass(frozen=True)
 class StepHalves:
     """Hold a training graph, and the same step in two halves between which workers average their gradients.
@@ -280,10 +243,7 @@ class StepHalves:
 
 @checked()
 def split_step(
-    pipeline: Pipeline,
-    model: Source,
-    *,
-    statistics: Literal["synchronized", "local"] = "synchronized",
+    pipeline: Pipeline, model: Source, *, statistics: Literal["synchronized", "local"] = "synchronized"
 ) -> StepHalves:
     """Compile an inference model by a pipeline to a training graph and to its halves.
 

@@ -93,6 +93,14 @@ def write(path: Path, text: str) -> None:
         Path(temporary).write_text(text, encoding="utf-8")
 
 
+def write_durably(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file, and return once it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
     """Write all files to a folder, or none, and create the folder if it is missing.
 

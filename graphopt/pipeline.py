@@ -22,7 +22,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.strictness import is_strict, run_strictly
-from graphopt.graph.traversal import all_nodes, wholes_of
+from graphopt.graph.traversal import nodes_of
 
 _log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def using_rules(rules: Rules) -> Iterator[None]:
 
 def _operators(model: ir.Model) -> set[tuple[str, str]]:
     """Return the operators and functions that a model calls, by domain and name."""
-    return {(node.domain, node.op_type) for whole in wholes_of(model) for node in all_nodes(whole)}
+    return {(node.domain, node.op_type) for node in nodes_of(model)}
 
 
 def _check_rules(rules: object) -> None:

@@ -19,6 +19,9 @@ from passes.augment import MixUp as MixUp
 from passes.averages import *
 from passes.clipping import *
 from passes.differentiate import Differentiate as Differentiate
+from passes.differentiate import Hessian as Hessian
+from passes.differentiate import HessianVector as HessianVector
+from passes.differentiate import Jacobian as Jacobian
 from passes.differentiate import StopGradient as StopGradient
 from passes.differentiate import VectorJacobianProduct as VectorJacobianProduct
 from passes.differentiate import stop_gradient as stop_gradient

@@ -15,7 +15,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import AUGMENTED, MIXED, InferenceForm
 from graphopt.graph.operators import CONVOLUTIONS, ELEMENTWISE_OPERATORS, POOLS
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.roles import Role, data_inputs, with_role
 from graphopt.graph.values import dims_of, is_floating, like, rank, redirect
 from graphopt.intervals import within
 from passes.training_mode import uniform
@@ -86,6 +86,7 @@ class AugmentImages(Pass):
     layout: Literal["NCHW", "NHWC"] | None = None
     input: str | None = None
     seed: int = within("[0, inf)", 0)
+    changes_forward = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,9 +111,6 @@ class AugmentImages(Pass):
     @property
     def _warps(self) -> list[str]:
         return ["rotation"] * (self.rotation > 0) + ["resized_crop"] * (self.resized_crop < 1)
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         x = self._images(model)
@@ -213,9 +211,8 @@ class AugmentImages(Pass):
         )
         if self.resized_crop < 1:
             area = drawn["area"] * (1.0 - self.resized_crop) + self.resized_crop
-            ratio = op.Exp(
-                drawn["ratio"] * (2 * math.log(_WIDEST)) - math.log(_WIDEST)
-            )  # of the width to the height
+            # Of the width to the height
+            ratio = op.Exp(drawn["ratio"] * (2 * math.log(_WIDEST)) - math.log(_WIDEST))
             down, right = (
                 _part(op, place, size, op.Sqrt(area * shape), drawn[name])
                 for place, size, shape, name in (
@@ -317,9 +314,7 @@ class MixUp(Pass):
 
     alpha: float = within("(0, 8]", 0.2)
     seed: int = within("[0, inf)", 0)
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         if with_role(model, Role.LOSS) or share_of_others(model) is not None:
@@ -368,8 +363,7 @@ def trained_on(x: ir.Value) -> ir.Value:
 
 def _data(model: ir.Model) -> list[ir.Value]:
     """Return the inputs that a batch feeds and something reads."""
-    inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
-    return [x for x in inputs if x.uses()]
+    return [x for x in data_inputs(model) if x.uses()]
 
 
 def _described(x: ir.Value) -> str:

@@ -14,7 +14,7 @@ from graphopt.graph.authored import ask, name_of_method, scalar
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
 from graphopt.graph.metadata import InferenceForm
-from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.rewriting import Pass, Pattern, no_match, selects
 from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import AVERAGE
 from graphopt.graph.values import name_of, next_of, redirect, wide_type
@@ -74,10 +74,7 @@ class Average(Pass):
         following = {name_of(y): y for y in with_role(model, Role.NEXT)}
         chosen = [w for w in trained if selects(self.parameters, w)]
         if not chosen:
-            known = ", ".join(map(name_of, trained))
-            raise GraphoptError(
-                f"{name}: parameters={self.parameters!r} matches no parameter; the model trains: {known}"
-            )
+            raise no_match(f"{name}: parameters={self.parameters!r}", "parameter", map(name_of, trained))
         with Emitter(model) as op:
             wide = max((wide_type(w) for w in chosen), key=lambda dtype: dtype.itemsize)
             share = self._share(op, op.Cast(op.Add(state.counter(model), 1), to=wide))

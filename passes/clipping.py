@@ -9,10 +9,9 @@ from typing import final
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
 from graphopt.graph.authored import ask, floating, name_of_method, several
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.rewriting import Pass, Pattern, retire, selects
+from graphopt.graph.rewriting import Pass, Pattern, no_match, retire, selects
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.values import name_of, report_of, value_of, wide_type
 from graphopt.intervals import within
@@ -145,7 +144,7 @@ class ReportGradients(Pass):
         trained = {name_of(p): p for p in with_role(model, Role.PARAMETER)}
         chosen = {name: g for name, g in gradients.items() if selects(self.parameters, trained[name])}
         if not chosen:
-            raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")
+            raise no_match(f"{self}:", "parameter", gradients)
         with Emitter(model) as op:
             for name, gradient in chosen.items():
                 reported = op.Identity(gradient, _outputs=[report_of(name)])

@@ -1,38 +1,114 @@
-"""Compute gradients as a graph, for saliency, adversarial examples, physics-informed losses and Hessians; stop them."""
+"""Compute derivatives as a graph: gradients, Jacobians, Hessians and products with them; stop gradients."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import STOP_GRADIENT, Flag
+from graphopt.graph.copying import again
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.metadata import STOP_GRADIENT, Flag, InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import gradient_of, is_floating, like, name_of, redirect, seed_of
-from passes.gradients.walk import backward, lost, zeros
+from graphopt.graph.values import (
+    dims_of,
+    dtype_of,
+    given,
+    gradient_of,
+    is_floating,
+    like,
+    name_of,
+    producer_of,
+    rank,
+    redirect,
+    seed_of,
+)
+from graphopt.intervals import within
+from passes.free_batch import values_of_rows
+from passes.gradients.rules.control_flow import scan_over
+from passes.gradients.walk import backward, between, lost, zeros
 
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 
 
 @dataclass(frozen=True)
-class Differentiate(Pass):
-    """Add an output `OF.grad.X` for each X of `wrt`: the gradient of the sum of output `of` with respect to X.
+class Derivative(Pass):
+    """Add an output for each X of `wrt`: a derivative of output `of` with respect to X. A leaf emits it.
 
     Args:
-        wrt: names of inputs, weights or other values of the graph.
+        wrt: the name of an input, a weight or another value of the graph, or several. By default, all floating-point
+            inputs.
         of: the output to differentiate. By default, the only floating-point output.
-        seeded: add an input `OF.seed` in the shape of `of`. Its elements weight the elements of `of` in the sum, which
-            gives a vector-Jacobian product.
+        name: the name of the new output, if `wrt` has one name. By default, `OF.grad.X` for a gradient.
+        sign: a factor, 1 or -1, as for forces, which are -1 times the gradient of an energy.
+
+    Raises:
+        GraphoptError: a name is unknown or that of integers, `of` does not depend on a value of `wrt`, or an operator
+            has no rule.
+    """
+
+    wrt: tuple[str, ...] | list[str] | str | None = None
+    of: str | None = None
+    name: str | None = field(default=None, kw_only=True)
+    sign: Literal[1, -1] = field(default=1, kw_only=True)
+
+    suffix: ClassVar[str]  # of the name of the new output, before X
+
+    def emit(self, op: Emitter, model: ir.Model, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        """Emit the derivatives of `y` by each of `wrt`; None where `y` does not depend on it."""
+        raise NotImplementedError
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        y, wrt = self.chosen(model)
+        if self.name is not None and len(wrt) != 1:
+            names = ", ".join(map(name_of, wrt))
+            raise GraphoptError(
+                f"name={self.name!r}: expected one value in wrt, found {names}: leave name out"
+            )
+        with Emitter(model) as op:
+            for x, derivative in zip(wrt, self.emit(op, model, y, wrt), strict=True):
+                if derivative is None:
+                    raise GraphoptError(
+                        f"{y.name!r} does not depend on {x.name!r} differentiably: leave {x.name!r} out of wrt"
+                    )
+                name = self.name or f"{y.name}.{self.suffix}.{x.name}"
+                state.check_free(model, name)
+                output = op.Identity(derivative if self.sign == 1 else op.Neg(derivative), _outputs=[name])
+                DERIVATIVE.set(output)
+                model.graph.outputs.append(output)
+
+    def chosen(self, model: ir.Model) -> tuple[ir.Value, list[ir.Value]]:
+        """Return the output to differentiate, and the values to differentiate by."""
+        floating = [output for output in model.graph.outputs if is_floating(output)]
+        outputs = [output for output in floating if self.of in (None, output.name)]
+        if len(outputs) != 1:
+            names = [output.name for output in floating]
+            raise GraphoptError(
+                f"of={self.of!r}: expected the name of one floating-point output, the model has {names}: set `of`"
+            )
+        if self.wrt is None:
+            return outputs[0], [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
+        values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+        wrt = [self.wrt] if isinstance(self.wrt, str) else self.wrt
+        return outputs[0], [_floating_value(values, name) for name in wrt]
+
+
+@dataclass(frozen=True)
+class Differentiate(Derivative):
+    """Add an output `OF.grad.X` for each X of `wrt`: the gradient of the sum of output `of` with respect to X.
 
     The derivative of a derivative is 0 where it is piecewise constant, as in a network of Relu.
 
-    Raises:
-        GraphoptError: a name is unknown, `of` does not depend on a value of `wrt`, or an operator has no rule.
+    Args:
+        seeded: add an input `OF.seed` in the shape of `of`. Its elements weight the elements of `of` in the sum, which
+            gives a vector-Jacobian product.
 
     >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), grad=passes.Differentiate(("x",)))
     >>> model = pipeline(models.linear((2,), 1))
@@ -40,42 +116,232 @@ class Differentiate(Pass):
     ['y', 'y.grad.x']
     """
 
-    wrt: tuple[str, ...] | list[str]
-    of: str | None = None
     seeded: bool = False
+
+    suffix = "grad"
+
+    def emit(self, op: Emitter, model: ir.Model, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        return _gradients(
+            op, model.graph, y, _seed(model, y, seed_of(y)) if self.seeded else _ones(op, y), wrt
+        )
+
+
+@dataclass(frozen=True)
+class HessianVector(Derivative):
+    """Add an output `OF.hessian_vector.X` for each X of `wrt`: the Hessian of the sum of `of`, times input `X.vector`.
+
+    It is the gradient of the inner product of the gradient and the vector (Pearlmutter 1994, Fast exact multiplication
+    by the Hessian), and has the shape of X, as has the vector.
+
+    >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.HessianVector(("x",)))
+    >>> model = pipeline(models.mlp((2,), 1))
+    >>> [value.name for value in (*model.graph.inputs, *model.graph.outputs) if "x" in value.name]
+    ['x', 'x.vector', 'y.hessian_vector.x']
+    """
+
+    suffix = "hessian_vector"
+
+    def emit(self, op: Emitter, model: ir.Model, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        first = _gradients(op, model.graph, y, _ones(op, y), wrt)
+        products: list[Input] = []
+        for x, gradient in zip(wrt, first, strict=True):
+            vector = _seed(model, x, f"{x.name}.vector")
+            products += (
+                [None] if gradient is None else _gradients(op, model.graph, gradient, vector, [x], zero=True)
+            )
+        return products
+
+
+@dataclass(frozen=True)
+class _OfRows(Derivative):
+    """Differentiate each row of a batch by the same row, in a Scan over the unit vectors of what is differentiated.
+
+    The forward pass stays outside the Scan and runs once.
+
+    Args:
+        rows: how many unit vectors a turn of the Scan takes. The forward pass runs on `rows` copies of the batch, so
+            that memory grows with it and the number of turns falls. More than 1 needs an open batch.
+    """
+
+    rows: int = within("[1, 4096]", 1)
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
-        for name in self.wrt:
-            if name not in values or not is_floating(values[name]):
-                known = [name for name, value in values.items() if is_floating(value)]
-                raise GraphoptError(unknown("floating-point value", name, known))
-        floating = [output for output in model.graph.outputs if is_floating(output)]
-        chosen = [output for output in floating if self.of in (None, output.name)]
-        if len(chosen) != 1:
-            names = [output.name for output in floating]
+        inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+        of_rows = values_of_rows(model, inputs)
+        y, wrt = self.chosen(model)
+        for x in (y, *wrt):
+            if not of_rows.get(x):
+                raise GraphoptError(
+                    f"{self.suffix}: expected values whose rows are computed from the same rows of the inputs, found "
+                    f"{x.name!r} of shape {x.shape}, of which this is not known: passes.Differentiate with seeded=True "
+                    f"gives products with the Jacobian"
+                )
+        super().rewrite(model)
+
+    def emit(self, op: Emitter, model: ir.Model, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        self.check_output(y)
+        copies: dict[ir.Value, ir.Value] = {}
+        if self.rows > 1:
+            inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+            copies = _repeated(op, model, inputs, self.rows)
+        results = self.emit_by_row(op, model.graph, copies.get(y, y), [copies.get(x, x) for x in wrt])
+        for x, result in zip(wrt, results, strict=True):
+            if result is not None:
+                result.shape = ir.Shape([*self.dims(y, x), *dims_of(x)[1:]])
+        return results
+
+    def dims(self, y: ir.Value, x: ir.Value) -> Sequence[int | ir.SymbolicDim]:
+        """Return the first dimensions of the derivative by `x`, before those of a row of `x`."""
+        return dims_of(y)
+
+    def check_output(self, y: ir.Value) -> None:
+        """Raise an error if the derivative has no meaning for the output."""
+        raise NotImplementedError
+
+    def emit_by_row(self, op: Emitter, graph: ir.Graph, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        """Emit the derivatives of each row of `y` by each of `wrt`; None where `y` does not depend on it."""
+        raise NotImplementedError
+
+    def jacobians(self, op: Emitter, graph: ir.Graph, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        """Emit the derivatives [N, *Y, *X] of `y` [N, *Y] by each of `wrt` [N, *X]."""
+        if not between(graph, [y], wrt) and not DERIVATIVE.is_set(y):
+            return [None] * len(wrt)
+        n = op.ReduceProd(op.shape_of(y, 1), keepdims=1)
+        turns = op.Div(n + (self.rows - 1), self.rows)
+        shape = op.Concat(turns * self.rows, n, axis=0)
+        units = op.EyeLike(op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(y))))
+        units = op.Reshape(units, op.Concat(turns, [self.rows, 1], op.shape_of(y, 1), axis=0))
+        batch = op.Div(op.shape_of(y, 0, 1), self.rows)
+
+        def turn(
+            op: Emitter, _: list[ir.Value], units: list[ir.Value]
+        ) -> tuple[list[ir.Value], list[ir.Value]]:
+            spread = op.Expand(units[0], op.Concat([1], batch, [1] * (rank(y) - 1), axis=0))
+            seed = like(op.Reshape(spread, op.shape_of(y)), y)
+            return [], [given(x) for x in _gradients(op, graph, y, seed, wrt, zero=True)]
+
+        results: list[Input] = []
+        for x, stack in zip(wrt, scan_over(op, turn, [], [units]), strict=True):
+            if self.rows > 1:
+                stack = op.Reshape(stack, op.Concat([-1], batch, op.shape_of(x, 1), axis=0))
+                stack = op.Slice(stack, [0], n, [0])
+            result = op.Transpose(stack, perm=[1, 0, *range(2, rank(x) + 1)])
+            if rank(y) != 2:
+                result = op.Reshape(result, op.Concat([-1], op.shape_of(y, 1), op.shape_of(x, 1), axis=0))
+            results.append(result)
+        return results
+
+
+@dataclass(frozen=True)
+class Jacobian(_OfRows):
+    """Add an output `OF.jacobian.X` [N, m, *X] for each X of `wrt`: output `of` [N, m] by X [N, *X], row by row.
+
+    >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.Jacobian(("x",)))
+    >>> model = pipeline(models.mlp((3,), 2))
+    >>> model.graph.outputs[1].name, list(model.graph.outputs[1].shape)[1:]
+    ('y.jacobian.x', [2, 3])
+    """
+
+    suffix = "jacobian"
+
+    def check_output(self, y: ir.Value) -> None:
+        if rank(y) != 2:
             raise GraphoptError(
-                f"of={self.of!r}: expected the name of one floating-point output, the model has {names}: set `of`"
+                f"jacobian: expected an output [N, m], found {y.name!r} of shape {y.shape}: flatten its rows, or take "
+                f"passes.Differentiate with seeded=True for products with the Jacobian"
             )
-        (y,) = chosen
-        with Emitter(model) as op:
-            if self.seeded:
-                seed = ir.Value(name=seed_of(y), type=y.type, shape=y.shape)
-                model.graph.inputs.append(seed)
+
+    def emit_by_row(self, op: Emitter, graph: ir.Graph, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        return self.jacobians(op, graph, y, wrt)
+
+
+@dataclass(frozen=True)
+class Hessian(_OfRows):
+    """Add an output `OF.hessian.X` [N, *X, *X] for each X of `wrt`: the second derivatives of `of` [N] or [N, 1] by X.
+
+    It is the Jacobian of the gradient.
+
+    >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.Hessian(("x",)))
+    >>> model = pipeline(models.mlp((3,), 1))
+    >>> model.graph.outputs[1].name, list(model.graph.outputs[1].shape)[1:]
+    ('y.hessian.x', [3, 3])
+    """
+
+    suffix = "hessian"
+
+    def dims(self, y: ir.Value, x: ir.Value) -> Sequence[int | ir.SymbolicDim]:
+        return dims_of(x)
+
+    def check_output(self, y: ir.Value) -> None:
+        if dims_of(y)[1:] not in ((), (1,)):
+            raise GraphoptError(
+                f"hessian: expected a number for each row, an output [N] or [N, 1], found {y.name!r} of shape "
+                f"{y.shape}: reduce its rows first, or take graphopt.jacobian of graphopt.grad"
+            )
+
+    def emit_by_row(self, op: Emitter, graph: ir.Graph, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
+        second: list[Input] = []
+        for x, gradient in zip(wrt, _gradients(op, graph, y, _ones(op, y), wrt), strict=True):
+            if gradient is not None:
+                DERIVATIVE.set(gradient)
+                second += self.jacobians(op, graph, gradient, [x])
             else:
-                seed = like(op.Expand(op.constant(1.0, like=y), op.shape_of(y)), y)
-            wrt = [values[name] for name in self.wrt]
-            gradients = backward(op, model.graph, {y: seed}, wrt)
-            for x in wrt:
-                if x not in gradients and not DERIVATIVE.is_set(y):
-                    raise GraphoptError(
-                        f"{y.name!r} does not depend on {x.name!r} differentiably: leave {x.name!r} out of wrt"
-                    )
-                gradient = gradients[x] if x in gradients else zeros(op, x)
-                derivative = op.Identity(gradient, _outputs=[f"{gradient_of(y)}.{name_of(x)}"])
-                DERIVATIVE.set(derivative)
-                model.graph.outputs.append(derivative)
+                second.append(None)
+        return second
+
+
+def _gradients(
+    op: Emitter, graph: ir.Graph, y: ir.Value, seed: ir.Value, wrt: Sequence[ir.Value], zero: bool = False
+) -> list[Input]:
+    """Emit the gradients of `y` by each of `wrt`; without one, zeros if `zero` is set or `y` is a derivative."""
+    found = backward(op, graph, {y: seed}, wrt)
+    return [found[x] if x in found else zeros(op, x) if zero or DERIVATIVE.is_set(y) else None for x in wrt]
+
+
+def _ones(op: Emitter, y: ir.Value) -> ir.Value:
+    return like(op.Expand(op.constant(1.0, like=y), op.shape_of(y)), y)
+
+
+def _seed(model: ir.Model, x: ir.Value, name: str) -> ir.Value:
+    """Add an input in the type and shape of `x`."""
+    state.check_free(model, name)
+    seed = ir.Value(name=name, type=x.type, shape=x.shape)
+    model.graph.inputs.append(seed)
+    return seed
+
+
+def _floating_value(values: Mapping[str, ir.Value], name: str) -> ir.Value:
+    if name in values and is_floating(values[name]):
+        return values[name]
+    if name in values:
+        rows = [node.outputs[0].name for node in values[name].consumers() if node.op_type == "Gather"]
+        instead = f": differentiate by the embedding's output {rows[0]!r}" if rows else ""
+        raise GraphoptError(
+            f"wrt: expected floating-point values, found {name!r} of {values[name].dtype}{instead}"
+        )
+    known = [name for name, value in values.items() if is_floating(value)]
+    raise GraphoptError(unknown("floating-point value", name, known))
+
+
+def _repeated(
+    op: Emitter, model: ir.Model, inputs: Sequence[ir.Value], count: int
+) -> dict[ir.Value, ir.Value]:
+    """Compute everything again from `count` copies of the batch, one after the other; return all values' copies."""
+    nodes, copies = list(model.graph), dict[ir.Value, ir.Value]()
+    for x in inputs:
+        if isinstance(dims_of(x)[0], int):
+            raise GraphoptError(
+                f"rows={count}: expected an open batch, found {x.name!r} of shape {x.shape}: "
+                f"passes.Normalize(batch='free') opens it"
+            )
+        spread = op.Expand(x, op.Concat([count], op.shape_of(x), axis=0))
+        copies[x] = op.Reshape(spread, op.Concat([-1], op.shape_of(x, 1), axis=0))
+    copies |= again(op, nodes, copies, notes=True)
+    for y in copies.values():
+        InferenceForm.remove(y)
+        InferenceForm.remove(producer_of(y))
+    return copies
 
 
 @dataclass(frozen=True)
@@ -149,9 +415,7 @@ class StopGradient(Pass):
     """
 
     values: Pattern
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         matching = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]

@@ -29,14 +29,24 @@ from graphopt.graph.operators import (
     VIEWS,
     full_attributes,
 )
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import data_inputs
 from graphopt.graph.shapes import infer
 from graphopt.graph.storage import message
 from graphopt.graph.traversal import captured, sort, values_read
-from graphopt.graph.values import constant_of, dims_of, dtype_of, given, is_floating, name_of, rank
+from graphopt.graph.values import (
+    constant_before,
+    constant_of,
+    dims_of,
+    dtype_of,
+    given,
+    is_floating,
+    name_of,
+    rank,
+)
 
 BATCH = "batch"  # the name of the freed dimension
 Axes = dict[ir.Value, int]  # of values of rows
+Dims = tuple[int | ir.SymbolicDim, ...]
 Edit = Callable[[Emitter], None]
 
 # Operators that compute each place of the first axis of their first input by itself; their other inputs are weights.
@@ -54,8 +64,7 @@ def free_batch(model: ir.Model) -> None:
         GraphoptError: an operator is not known to compute each row from that row alone, or the runtime computes
             something else for two batches together than for one after the other.
     """
-    inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
-    inputs = [x for x in inputs if x.shape is not None and len(x.shape)]
+    inputs = [x for x in data_inputs(model) if x.shape is not None and len(x.shape)]
     sizes = {size for x in inputs if isinstance(size := dims_of(x)[0], int)}
     if not sizes:
         return
@@ -123,6 +132,8 @@ def values_of_rows(
     """
     axes, lengths = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 1)
     fixed: set[ir.Value] = {x for x in model.graph.initializers.values() if not x.is_graph_input()}
+    sizes: set[ir.Value] = set()  # which depend on the sizes of inputs alone
+    merged: dict[ir.Value, Dims] = {}  # whose first axis holds several, of which rows are the last
     for node in model.graph:
         read = [x for x in values_read(node) if x not in fixed]
         varies = node.op_type in RANDOM or OF_BATCH.is_set(node) or any(map(InferenceForm.read, node.outputs))
@@ -130,12 +141,66 @@ def values_of_rows(
             continue
         if not read:
             fixed.update(node.outputs)
+            continue
+        if node.op_type in ("Shape", "Size") or all(x in sizes for x in read):
+            place = _place_of_copies(node, dims_of(inputs[0])[0], fixed)
+            sizes.update(node.outputs if place is None else ())
+            axes.update({} if place is None else {node.outputs[0]: place})
+            lengths[node.outputs[0]] = 1
+            continue
+        if node.op_type == "Reshape" and read[-1] in sizes:
+            read = read[:1]
+        if node.op_type == "Reshape" and (dims := _leading(node, axes, merged)):
+            if node.inputs[0] in merged:
+                axes[node.outputs[0]], lengths[node.outputs[0]] = len(dims) - 1, 1
+            else:
+                merged[node.outputs[0]] = dims
+        elif len(read) == 1 and read[0] in merged and _is_of_first(node, read[0]):
+            merged[node.outputs[0]] = merged[read[0]]
         elif all(x in axes for x in read):
             rule = _Rule(node, axes, full_attributes(node, model.opset_imports), [], lengths)
             with suppress(_Mixed):
                 axes.update(zip(node.outputs, rule.axes_of_outputs(), strict=False))
                 lengths.update(dict.fromkeys(node.outputs, rule.length or lengths[read[0]]))
     return {y: not axis and lengths[y] == 1 for y, axis in axes.items()}
+
+
+def _leading(node: ir.Node, axes: Axes, merged: Mapping[ir.Value, Dims]) -> Dims:
+    """Return the axes up to that of rows that a Reshape merges into its first axis, or restores; () of others."""
+    x, y = given(node.inputs[0]), node.outputs[0]
+    if x in merged:
+        return merged[x] if dims_of(y)[: len(merged[x])] == merged[x] else ()
+    axis = axes.get(x, 0)
+    rests = dims_of(x)[axis + 1 :], dims_of(y)[1:]
+    is_whole = all(isinstance(dim, int) for rest in rests for dim in rest)
+    return dims_of(x)[: axis + 1] if axis and is_whole and math.prod(rests[0]) == math.prod(rests[1]) else ()
+
+
+def _is_of_first(node: ir.Node, x: ir.Value) -> bool:
+    """Return whether a node computes each place of the first axis of `x` from it and weights alone."""
+    y, weights = node.outputs[0], [v for v in node.inputs if v is not None and v is not x]
+    if node.op_type in ELEMENTWISE_OPERATORS:
+        return all(rank(v) < rank(x) or dims_of(v)[0] == 1 for v in weights) and rank(y) == rank(x)
+    is_product = node.op_type in ("Gemm", "MatMul") and node.inputs[0] is x and rank(x) == 2
+    transposes = node.attributes.get_int("transA", 0)
+    return (
+        is_product
+        and not transposes
+        and rank(y) == 2
+        and all(rank(v) < 2 or v is node.inputs[1] for v in weights)
+    )
+
+
+def _place_of_copies(node: ir.Node, batch: int | ir.SymbolicDim, fixed: Collection[ir.Value]) -> int | None:
+    """Return the axis along which a node repeats a constant for each row of an open batch; None of others."""
+    y, x = node.outputs[0], given(node.inputs[0])
+    if node.op_type not in ("ConstantOfShape", "Expand") or isinstance(batch, int) or y.shape is None:
+        return None
+    places = [i for i, dim in enumerate(y.shape) if dim == batch]
+    if node.op_type == "Expand" and places:
+        own = rank(x) - rank(y) + places[0]  # its axis in what is repeated
+        return places[0] if x in fixed and len(places) == 1 and (own < 0 or dims_of(x)[own] == 1) else None
+    return places[0] if len(places) == 1 else None
 
 
 def _without_axes(model: ir.Model) -> Iterator[ir.Node]:
@@ -163,10 +228,7 @@ def _name_all(model: ir.Model) -> list[ir.Node]:
 def _name_axes(node: ir.Node) -> None:
     """Give a Squeeze the axes of its input that have size 1."""
     (x,) = (v for v in node.inputs if v is not None)
-    tensor = ir.tensor(np.array([i for i, size in enumerate(dims_of(x)) if size == 1]))
-    axes = ir.val(f"{node.outputs[0].name}/axes", tensor.dtype, tensor.shape.numpy())
-    assert node.graph is not None
-    node.graph.insert_before(node, ir.node("Constant", [], {"value": tensor}, outputs=[axes]))
+    axes = constant_before(node, np.array([i for i, size in enumerate(dims_of(x)) if size == 1]), "axes")
     node.resize_inputs(2)
     node.replace_input_with(1, axes)
 
@@ -475,9 +537,8 @@ def _compare(
         return  # weights of 2 GB and more: the proof alone decides
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.graph_optimization_level = (
-        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    )  # it ends some processes
+    # It ends some processes
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     sessions = [
         onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         for content in (before[0], after[0])

@@ -17,7 +17,7 @@ from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, ROLE, InferenceForm
 from graphopt.graph.operators import LAYOUT, PRODUCTS, takes
-from graphopt.graph.rewriting import Pass, Pattern, matches, retire
+from graphopt.graph.rewriting import Pass, Pattern, matches, no_match, retire
 from graphopt.graph.roles import STATE, Role, role_of, set_role, updated, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import LOSS_SCALE
@@ -66,6 +66,7 @@ class MixedPrecision(Pass):
 
     dtype: Literal["float16", "bfloat16"] = "float16"
     keep: Pattern = None
+    changes_forward = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,14 +75,11 @@ class MixedPrecision(Pass):
                 f"MixedPrecision: dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}"
             )
 
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
-
     def rewrite(self, model: ir.Model) -> None:
         nodes = list(model.graph)
         if self.keep and not any(matches(node.name, self.keep) for node in nodes):
-            known = ", ".join(name_of(node) for node in nodes if node.op_type in PRODUCTS)
-            raise GraphoptError(f"MixedPrecision: keep={self.keep!r} matches no node; the model has: {known}")
+            known = (node.name for node in nodes if node.op_type in PRODUCTS)
+            raise no_match(f"MixedPrecision: keep={self.keep!r}", "node", known, "has")
         ensure_typed(model)
         narrow = _Narrow(model, ir.DataType[self.dtype.upper()])
         for node in nodes:

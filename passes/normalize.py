@@ -22,7 +22,7 @@ from graphopt.data.tables import Columns
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
-from graphopt.graph.declarations import forget
+from graphopt.graph.declarations import find_ranks, forget
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.encoders import detach_encoders, string_inputs
 from graphopt.graph.limits import check_constants
@@ -30,7 +30,6 @@ from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, Origin, original_na
 from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
-from graphopt.graph.ranks import find_ranks
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
 from graphopt.graph.rules import rewrite, rule_set
@@ -38,7 +37,7 @@ from graphopt.graph.shapes import fold_shapes, infer, is_ceiled, is_inferred
 from graphopt.graph.sizes import has_sizes, sizes_of, unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
-from graphopt.graph.values import constant_of, dims_of, given, is_floating, name_of, swap
+from graphopt.graph.values import constant_before, constant_of, dims_of, given, is_floating, name_of, swap
 from graphopt.graph.windows import Window, is_misplaced, is_same, pad_mode, padded_window, window_of
 from passes.free_batch import free_batch, name_squeezed_axes
 from passes.gradients.registry import NO_GRADIENT, has_rule
@@ -447,14 +446,9 @@ def _unsqueeze_signals(model: ir.Model) -> bool:
         x = node.inputs[0] if node.op_type == "STFT" and node.domain == "" else None
         if x is None or x.shape is None or len(x.shape) != 2:
             continue
-        name, last = node.outputs[0].name, ir.tensor(np.array([2]))
-        axis, signal = ir.val(f"{name}/axis", last.dtype, last.shape.numpy()), ir.val(f"{name}/signal")
-        assert node.graph is not None
-        made = [
-            ir.node("Constant", [], {"value": last}, outputs=[axis]),
-            ir.node("Unsqueeze", [x, axis], outputs=[signal]),
-        ]
-        node.graph.insert_before(node, made)
+        signal = ir.val(f"{node.outputs[0].name}/signal")
+        inputs = [x, constant_before(node, np.array([2]), "axis")]
+        node.graph.insert_before(node, ir.node("Unsqueeze", inputs, outputs=[signal]))  # type: ignore[union-attr]
         node.replace_input_with(0, signal)
         found = True
     return found
@@ -469,11 +463,8 @@ def pad_all_axes(model: ir.Model) -> None:
         widths, at = constant_of(pads), constant_of(axes)
         if x is None or x.shape is None or widths is None or at is None:
             continue
-        spread = ir.tensor(spread_pads(len(x.shape), widths, at))
-        output = ir.val(f"{node.outputs[0].name}/pads", spread.dtype, spread.shape.numpy())
-        assert node.graph is not None
-        node.graph.insert_before(node, ir.node("Constant", [], {"value": spread}, outputs=[output]))
-        node.replace_input_with(1, output)
+        spread = constant_before(node, spread_pads(len(x.shape), widths, at), "pads")
+        node.replace_input_with(1, spread)
         node.resize_inputs(3)
 
 

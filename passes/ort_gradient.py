@@ -17,7 +17,7 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
+from graphopt.graph.opsets import check_training_version
 from graphopt.graph.roles import TRAINING_RUNTIME, needs_training_runtime
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import extracted_between
@@ -136,12 +136,7 @@ class Builder:
                 "OrtGradient needs onnxruntime-training, which is not installed: pip install "
                 "onnxruntime-training==1.19.2 in an environment without another onnxruntime, or use Gradient"
             ) from error
-        version = model.opset_imports[""]
-        if version > ORT_TRAINING_OPSET or model.ir_version > ORT_TRAINING_IR_VERSION:
-            raise GraphoptError(
-                f"OrtGradient: expected a model of opset {ORT_TRAINING_OPSET} and IR version "
-                f"{ORT_TRAINING_IR_VERSION} or older, found {version} and {model.ir_version}: use Gradient"
-            )
+        check_training_version(model, "OrtGradient", ": use Gradient")
         self._options.log_severity_level = 4  # errors are raised instead
         self._model = model
 

@@ -23,7 +23,7 @@ from graphopt.graph.metadata import (
     LeftOut,
     Origin,
 )
-from graphopt.graph.rewriting import Pass, Pattern, names_of, selects
+from graphopt.graph.rewriting import Pass, Pattern, names_of, no_match, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.shown import elements
@@ -51,9 +51,7 @@ class Untie(Pass):
     """
 
     weights: Pattern
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass()(model)
@@ -296,10 +294,8 @@ def _floating(model: ir.Model) -> list[ir.Value]:
 
 def _check(field: str, pattern: Pattern, floating: Sequence[ir.Value]) -> None:
     if pattern and not any(selects(pattern, value) for value in floating):
-        names = [" or ".join(names_of(value)[:2]) for value in floating]
-        raise GraphoptError(
-            f"{field}={pattern!r} matches no floating-point initializer; the model has: {', '.join(names) or 'none'}"
-        )
+        names = (" or ".join(names_of(value)[:2]) for value in floating)
+        raise no_match(f"{field}={pattern!r}", "floating-point initializer", names, "has")
     warn_of_parts(field, pattern, floating)
 
 

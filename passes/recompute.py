@@ -10,9 +10,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import memory
+from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.memory import base_of
-from graphopt.graph.metadata import OF_BATCH, POSITIONS
+from graphopt.graph.metadata import OF_BATCH
 from graphopt.graph.operators import CONVOLUTIONS, RANDOM, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
@@ -226,14 +227,14 @@ def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Va
     copies: dict[ir.Value, ir.Value] = {}
     tied: dict[ir.Value, ir.Value] = {}
     for node in nodes:
-        inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
-        if not any(x in copies for x in node.inputs if x is not None):
-            present = [(i, x) for i, x in enumerate(node.inputs) if x is not None]
-            i, x = next(((i, x) for i, x in present if constant_of(x) is None), present[0])
+        read: Mapping[ir.Value, ir.Value] = copies
+        if not any(x in copies for x in node.inputs):
+            present = [x for x in node.inputs if x is not None]
+            x = next((x for x in present if constant_of(x) is None), present[0])
             if x not in tied:
                 tied[x] = _after(op, x, zero)
-            inputs[i] = tied[x]
-        _emit(op, node, inputs, copies)
+            read = {x: tied[x]}
+        copies |= again(op, [node], read)
     return copies
 
 
@@ -249,15 +250,6 @@ def _copy(op: Emitter, x: ir.Value, copies: dict[ir.Value, ir.Value]) -> ir.Valu
     """Return the copy of a value, or a view of a copy if the value is a view."""
     node = x.producer()
     if x not in copies and node is not None and node.inputs[0] is not None:
-        base = _copy(op, node.inputs[0], copies)
-        _emit(op, node, [base, *node.inputs[1:]], copies)
+        _copy(op, node.inputs[0], copies)
+        copies |= again(op, [node], copies)
     return copies[x]
-
-
-def _emit(
-    op: Emitter, node: ir.Node, inputs: Sequence[ir.Value | None], copies: dict[ir.Value, ir.Value]
-) -> None:
-    values = op.emit_again(node, inputs)
-    copies.update((x, like(y, x)) for x, y in zip(node.outputs, values, strict=True))
-    if POSITIONS.is_set(node):
-        POSITIONS.mark(values[0])

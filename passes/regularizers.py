@@ -10,11 +10,10 @@ from typing import final
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
 from graphopt.graph import roles
 from graphopt.graph.authored import ask, name_of_method, scalar
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.rewriting import Pass, Pattern, retire, selects
+from graphopt.graph.rewriting import Pass, Pattern, no_match, retire, selects
 from graphopt.graph.roles import Role
 from graphopt.graph.values import name_of
 from graphopt.intervals import within
@@ -57,10 +56,8 @@ class Regularizer(Pass):
         trained = roles.with_role(model, Role.PARAMETER)
         chosen = [w for w in trained if selects(self.parameters, w)]
         if not chosen:
-            raise GraphoptError(
-                f"regularizer.parameters={self.parameters!r} matches no parameter; the model trains: "
-                f"{', '.join(name_of(w) for w in trained) or 'none'}"
-            )
+            where = f"regularizer.parameters={self.parameters!r}"
+            raise no_match(where, "parameter", map(name_of, trained))
         loss = roles.only(model, Role.LOSS, type(self).__name__)
         metrics = {value.name: value for value in roles.with_role(model, Role.METRIC)}
         with Emitter(model) as op:

@@ -14,8 +14,8 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, Read, matches
-from graphopt.graph.roles import Role, role_of
-from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.roles import data_inputs
+from graphopt.graph.traversal import computed_from
 from graphopt.graph.values import dtype_of, is_floating, name_of, redirect
 from graphopt.moments import Moments
 from passes.weights.initializers import register
@@ -56,6 +56,7 @@ class Standardize(Pass):
     scale: _Numbers | Mapping[str, _Numbers] | None = field(default=None, repr=False)
     axis: int = 1
     inputs: Pattern = None
+    changes_forward = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,9 +85,6 @@ class Standardize(Pass):
                 raise GraphoptError(f"Standardize: {error}") from error
         return replace(self, mean=mean, scale=scale)
 
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
-
     def rewrite(self, model: ir.Model) -> None:
         if self.mean is None or self.scale is None:
             raise GraphoptError(
@@ -113,12 +111,12 @@ class Standardize(Pass):
 
     def _chosen(self, model: ir.Model) -> list[ir.Value]:
         """Return the inputs to standardize."""
-        inputs = [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
+        inputs = data_inputs(model)
         if self.inputs is not None:
             chosen = [x for x in inputs if is_floating(x) and matches(x.name, self.inputs)]
         else:
             results = [y for y in model.graph.outputs if y.shape is None or any(dim != 1 for dim in y.shape)]
-            needed = {*results, *(x for node in ancestors(results) for x in values_read(node))}
+            needed = computed_from(results)
             chosen = [x for x in inputs if is_floating(x) and (x in needed or not results)]
         if not chosen:
             wanted = "" if self.inputs is None else f" {self.inputs!r}"

@@ -22,7 +22,7 @@ from graphopt.graph.metadata import (
     InferenceForm,
     Observer,
 )
-from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.rewriting import Pass, Pattern, matches, no_match
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
@@ -82,9 +82,7 @@ class TrainingMode(Pass):
     seed: int = within("[0, inf)", 0)
     leave_out: Pattern = None
     as_exported: bool = False
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         for node in list(model.graph):
@@ -93,10 +91,8 @@ class TrainingMode(Pass):
         names = dict.fromkeys(x for node in model.graph.all_nodes() if _kind(node) for x in _names(node))
         for pattern in [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []:
             if not any(matches(name, pattern) for name in names):
-                raise GraphoptError(
-                    f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: "
-                    f"{', '.join(names) or 'none'}"
-                )
+                where = f"TrainingMode: leave_out={pattern!r}"
+                raise no_match(where, "BatchNormalization or Dropout", names, "has")
         if not names:
             return
         ensure_typed(model)

@@ -22,7 +22,7 @@ FLOORS = [
     {"pipeline", "data", "models", "adapters"},
     {"targets"},
     {"passes"},
-    {"runtime", "compiler"},
+    {"runtime", "compiler", "derivatives"},
     {"inspection", "testing", "on_device", "hosts", "layer", "generation", "exporting"},
     {"training"},
     {"distributed"},

@@ -30,6 +30,7 @@ VERBS = [
     "compile",
     "hosts",
     "artifacts",
+    "derive",
     "report",
     "check",
     "export",

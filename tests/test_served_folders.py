@@ -64,7 +64,7 @@ def test_a_folder_is_read_as_its_model(models, config, expected, tmp_path):
             {"model": []},
             "model.decoder.filename: expected the name of a file beside it, found None",
         ),
-        (["a.onnx"], [1], "expected an object in JSON, found another value"),
+        (["a.onnx"], [1], "expected an object in JSON, found a list"),
         (["a.onnx"], genai("c.onnx"), "c.onnx: no such file"),
     ],
 )

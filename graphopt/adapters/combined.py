@@ -113,7 +113,6 @@ class CombinedAdapter:
 
     Args:
         name: the name of its slots, to which `.lora_A` and `.lora_B` are appended.
-        adapters: the adapters.
     """
 
     name: str

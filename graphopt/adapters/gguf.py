@@ -101,7 +101,6 @@ def write_gguf(adapter: PeftAdapter, path: Path, config: DecoderConfig) -> None:
 
     Args:
         adapter: the adapters by the modules of transformers.
-        path: the file.
         config: what `config_beside` returns.
 
     Raises:

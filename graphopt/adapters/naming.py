@@ -18,12 +18,10 @@ from graphopt.graph.metadata import Architecture
 Names = str | Mapping[str, str | Sequence[str] | Mapping[str, int]] | None
 Part = tuple[str, int | None]  # the path of a module, and the number of its outputs
 
-_OWN = re.compile(
-    r"\.q?weight((_DQ)?_Q\d|_quant|_quantized)?$"
-)  # what names of weights end in, after the module
-OF_BUILDER = re.compile(
-    r"\.MatMul\.q?weight"
-)  # in names of the products of files of onnxruntime-genai's builder
+# What names of weights end in, after the module
+_OWN = re.compile(r"\.q?weight((_DQ)?_Q\d|_quant|_quantized)?$")
+# In names of the products of files of onnxruntime-genai's builder
+OF_BUILDER = re.compile(r"\.MatMul\.q?weight")
 
 _QKV = ("*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj")
 _O = ("*.self_attn.o_proj",)

@@ -181,7 +181,6 @@ def read_folder(folder: str | os.PathLike[str], parameters: Sequence[str] = ()) 
     """Return what a folder has; its config and its tensors are checked, and it names no other file.
 
     Args:
-        folder: the folder.
         parameters: the stacked weights of the model, in the order that their modules have.
 
     Raises:

@@ -34,7 +34,6 @@ def add_slots(proto: onnx.ModelProto, adapters: Sequence[CombinedAdapter], *, fi
     """Add slots to a model in place, of which everything but the nodes beside them stays as it is.
 
     Args:
-        proto: the model.
         adapters: the adapters that the slots are for.
         filled: whether these fill the slots for good, which are then no inputs.
 

@@ -13,10 +13,8 @@ import numpy as np
 
 from graphopt.errors import GraphoptError
 
-_FILE, _MODULE = (
-    ".moe.experts.",
-    ".mlp.experts.",
-)  # in files of onnxruntime-genai's builder, and in transformers
+# In files of onnxruntime-genai's builder, and in transformers
+_FILE, _MODULE = (".moe.experts.", ".mlp.experts.")
 _FUSED = "gate_up_proj"
 _GPT_OSS = ".moe.router.Add.bias"  # the only model of the builder whose router has one
 

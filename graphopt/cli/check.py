@@ -38,12 +38,7 @@ def write_check(recipe: Recipe, folder: Path) -> None:
     threads = recipe.fields["executor"].get("threads")
     if _says(recipe, "data") or recipe.fields["model"] in recipe.fields["models"]:
         step = recipe.compile()
-        table = check(
-            step,
-            first_rows(recipe, step),
-            verify=verify,
-            threads=threads,
-        )
+        table = check(step, first_rows(recipe, step), verify=verify, threads=threads)
     else:
         steps: dict[str, Any] = {**recipe.described, "rules": recipe.described.rules}
         if not _says(recipe, "loss"):

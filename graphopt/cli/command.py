@@ -69,6 +69,7 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.fit import opened
 from graphopt.training.signals import ending
 
+DERIVED = "derived.onnx"  # the file that run=derive writes
 INTERRUPTED = 130
 MOST_ROWS = 10  # of a table of `report` in a terminal
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
@@ -127,11 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it")
     flag("--resolve", help="with --cfg: show values instead of references")
     option("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
-    option(
-        "--schema",
-        metavar="FILE",
-        help="write a JSON Schema of recipes for editors",
-    )
+    option("--schema", metavar="FILE", help="write a JSON Schema of recipes for editors")
     option("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
     flag("--deeper", help="with tune: then train the last layers, too, at a smaller rate")
     option(
@@ -399,6 +396,15 @@ def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
     return ", ".join(FILES)
 
 
+def _derive(recipe: Recipe, folder: Path, console: Console) -> str:
+    _check_no_resume(recipe)
+    model = recipe.derived()
+    save(model, folder / DERIVED)
+    for y in model.graph.outputs:
+        say(console, "output", f"{y.name} {y.shape}")
+    return f"{DERIVED} {size(model)} nodes"
+
+
 def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
     """Write columns.json, by which a host makes the features of a table itself."""
     if recipe.columns is not None:
@@ -485,11 +491,7 @@ def _export_run(recipe: Recipe, folder: Path) -> None:
     say(console, "model", str(trained.checkpoint or trained.model))
     executor = trained.executor()
     save_folder(
-        executor,
-        target := trained.folder / form,
-        base=base,
-        form=form,
-        base_name=recipe.fields["base_name"],
+        executor, target := trained.folder / form, base=base, form=form, base_name=recipe.fields["base_name"]
     )
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
     reads_tokens = not any(is_floating(x) for x in with_role(executor.model, Role.DATA))
@@ -514,6 +516,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "compile": partial(_export, _compile),
     "hosts": partial(_export, _hosts),
     "artifacts": partial(_export, _artifacts),
+    "derive": partial(_export, _derive),
     "report": partial(_export, _report),
     "check": write_check,
     "export": _export_run,

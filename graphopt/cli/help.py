@@ -31,6 +31,7 @@ USAGE = {
     "compile my.onnx": "write step.onnx without training",
     "hosts my.onnx": "write files for hosts in other languages",
     "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
+    "derive my.onnx derive=jacobian": "write derived.onnx, which computes derivatives, too",
     "report my.onnx": "list what would train, and what blocks training",
     "check my.onnx": "check its gradients against slopes of the loss, and its predictions against the file",
     "export runs/mine": "write its model or adapter for programs that serve language models",

@@ -27,12 +27,8 @@ _EPOCH = datetime.date(1970, 1, 1).toordinal()
 _FIRST, _LAST = (day.toordinal() - _EPOCH for day in (datetime.date.min, datetime.date.max))
 _PARTS = ("days", "year", "month", "day", "weekday")
 _LARGEST = float(np.finfo(np.float32).max)
-SEPARATORS = {
-    ",": ",",
-    ".": ".",
-    "space": r"\s",
-    "apostrophe": "['\u2019]",
-}  # of thousands, as regular expressions
+# Of thousands, as regular expressions
+SEPARATORS = {",": ",", ".": ".", "space": r"\s", "apostrophe": "['\u2019]"}
 _T = TypeVar("_T", bound="Column")
 
 
@@ -489,9 +485,8 @@ class Date(Column):
         year = (day - day / 1460 + day / 36524 - day / 146096) / 365  # of an era
         day_of_year = day - (365 * year + year / 4 - year / 100)  # from March on
         month = (5 * day_of_year + 2) / 153
-        next_year = op.Cast(
-            op.Greater(month, op.constant(9, month)), to=ir.DataType.INT64
-        )  # January, February
+        # January, February
+        next_year = op.Cast(op.Greater(month, op.constant(9, month)), to=ir.DataType.INT64)
         parts = {
             "days": days,
             "year": year + era * 400 + next_year,

@@ -55,7 +55,6 @@ def inferred(values: np.ndarray, name: str) -> Column:
     """Return the kind of column that suits cells: numbers, dates, or few different values.
 
     Args:
-        values: the cells.
         name: the name of the column, for a warning.
 
     Raises:
@@ -125,7 +124,6 @@ def remedy(values: np.ndarray, expected: str) -> str:
     """Return how texts are read that a column refuses, as the end of its error, or nothing if no option reads them.
 
     Args:
-        values: the cells.
         expected: the kind of the column: `number` or `date`.
     """
     texts = {x for x in values.tolist() if isinstance(x, str) and x.lower() not in MISSING}

@@ -118,11 +118,7 @@ def option(path: str, name: str, value: str) -> str:
 
 
 def _check_known(
-    path: str,
-    used: Iterable[str],
-    names: Sequence[str],
-    targets: Sequence[str],
-    wanted: Mapping[str, object],
+    path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str], wanted: Mapping[str, object]
 ) -> None:
     """Raise an error if a column is missing, or is both a feature and predicted."""
     known = {*names}

@@ -136,12 +136,7 @@ class LocalLauncher(MPILauncher):
         for name, value in NO_NETWORK.items():  # of this process, too
             os.environ.setdefault(name, value)
         MPI(None)  # raises an error if mpi4py is missing
-        environment = {
-            **ANY_CORE,
-            **(AS_ROOT if os.geteuid() == 0 else {}),
-            **_terminal(),
-            **os.environ,
-        }
+        environment = {**ANY_CORE, **(AS_ROOT if os.geteuid() == 0 else {}), **_terminal(), **os.environ}
         command = [mpiexec, *self._tolerance(mpiexec), "-n", str(self.workers or os.cpu_count() or 1)]
         sys.stdout.flush()
         process = subprocess.Popen(

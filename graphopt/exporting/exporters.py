@@ -363,12 +363,7 @@ def _note_normalization(node: ir.Node, modules: Mapping[str, nn.Module]) -> None
         CumulativeAverage(int(part.num_batches_tracked)).write(node)
 
 
-def _verify(
-    model: ir.Model,
-    module: nn.Module,
-    example: Example,
-    shapes: _Shapes,
-) -> None:
+def _verify(model: ir.Model, module: nn.Module, example: Example, shapes: _Shapes) -> None:
     """Compare what the file and the module predict, also for other sizes of each dimension that may vary."""
     names = [name_of(x) for x in model.graph.inputs]
     device = Device("cpu", threads=1, flush_denormals=False)

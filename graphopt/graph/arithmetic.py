@@ -1,8 +1,9 @@
 """Give values the arithmetic of arrays: `x ** 2`, `2 - x`, `x > 0`, `abs(x)`, `a @ b`, with numbers and arrays, too.
 
-onnx_ir gives values `+`, `-`, `*`, `/` and negation. The other operators are added to its class of values, and emit
-nodes inside a block `with Emitter(model)`. A boolean value beside another one takes the type of that one, so that
-`(x > 0) * x` is a product. A number takes the type of the value, or is refused if it would be cut.
+The operators are added to onnx_ir's class of values, and emit nodes inside a block `with Emitter(model)` of the same
+thread. Outside of blocks, `+`, `-`, `*`, `/` and negation stay onnx_ir's. A boolean value beside another one takes the
+type of that one, so that `(x > 0) * x` is a product. A number takes the type of the value, or is refused if it would be
+cut.
 
 `==` compares identities, and `hash` follows: values are keys of dictionaries. In a block, a comparison of a value with
 a number is an error, and so are the truth, the length and the items of a value, which no graph has when it is written.
@@ -46,13 +47,8 @@ _INSTEAD = {
     **{"to": "Cast", "size": "Shape", "sign": "Sign", "tanh": "Tanh"},
     **{"sigmoid": "Sigmoid", "squeeze": "Squeeze", "unsqueeze": "Unsqueeze", "where": "Where"},
     **{"maximum": "Max", "minimum": "Min", "absolute": "Abs", "equal": "Equal", "square": "Mul"},
-    **{
-        "stack": "Concat",
-        "concatenate": "Concat",
-        "prod": "ReduceProd",
-        "round": "Round",
-        "expand_dims": "Unsqueeze",
-    },
+    **{"stack": "Concat", "concatenate": "Concat", "prod": "ReduceProd", "round": "Round"},
+    **{"expand_dims": "Unsqueeze"},
     **{"norm": "ReduceL2", "softmax": "Softmax", "argmax": "ArgMax", "flatten": "Flatten", "dot": "MatMul"},
 }
 # The packages whose own code asks whether a value is there.
@@ -74,18 +70,13 @@ class Emits(Protocol):
 
 
 class Arithmetic:
-    """Emit the nodes of Python's operators on values, during a `with` block of this thread.
-
-    Args:
-        op: emits them.
-    """
+    """Emit the nodes of Python's operators on values, during a `with` block of this thread."""
 
     def __init__(self, op: Emits) -> None:
         self._op = op
 
     def __enter__(self) -> Arithmetic:
         self._outer, _HERE.block = _current_block(), self
-        _HANDLER.enter()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *where: object) -> None:
@@ -94,11 +85,6 @@ class Arithmetic:
                 explain_attribute(error)
         finally:
             _HERE.block = self._outer
-            _HANDLER.leave()
-
-    def negative(self, x: ir.Value) -> Any:
-        """Emit a negation."""
-        return self._op.Neg(x)
 
     def binary(self, sign: str, a: Any, b: Any) -> Any:
         """Emit an operator of two operands, one of which is a value."""
@@ -148,42 +134,7 @@ class Arithmetic:
         return x
 
 
-class _Handler:
-    """Send onnx_ir's operators to the block of the thread; onnx_ir has one handler for all threads."""
-
-    def __init__(self) -> None:
-        self._lock, self._blocks = threading.Lock(), 0
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._blocks:
-                self._outer = ir.set_value_magic_handler(self)
-            self._blocks += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if not self._blocks:
-                ir.set_value_magic_handler(self._outer)
-
-    def Add(self, a: object, b: object) -> Any:
-        return _current("+").binary("+", a, b)
-
-    def Sub(self, a: object, b: object) -> Any:
-        return _current("-").binary("-", a, b)
-
-    def Mul(self, a: object, b: object) -> Any:
-        return _current("*").binary("*", a, b)
-
-    def Div(self, a: object, b: object) -> Any:
-        return _current("/").binary("/", a, b)
-
-    def Neg(self, x: ir.Value) -> Any:
-        return _current("-").negative(x)
-
-
 _HERE = threading.local()  # `block`: the innermost one of a thread
-_HANDLER = _Handler()
 
 
 def _current_block() -> Arithmetic | None:
@@ -205,8 +156,14 @@ def _current(sign: str) -> Arithmetic:
     return block
 
 
-def _binary(sign: str, *, reflected: bool = False) -> Callable[[ir.Value, object], Any]:
+def _binary(
+    sign: str, reflected: bool, otherwise: Callable[[ir.Value, object], Any] | None
+) -> Callable[[ir.Value, object], Any]:
+    """Return an operator of values; outside of blocks, it is that of onnx_ir if there is one."""
+
     def operator(self: ir.Value, other: object) -> Any:
+        if otherwise is not None and _current_block() is None:
+            return otherwise(self, other)
         return _current(sign).binary(sign, *((other, self) if reflected else (self, other)))
 
     return operator
@@ -289,14 +246,15 @@ def _of_arrays(value: ir.Value, function: Callable[..., object]) -> NotAnArray:
 
 def _install() -> None:
     for name, (sign, _) in _BINARY.items():
-        if name in ("add", "sub", "mul", "truediv"):  # onnx_ir's, which call `_HANDLER`
-            continue
-        setattr(ir.Value, f"__{name}__", _binary(sign))
-        if sign[0] not in "<>":  # Python exchanges the operands of comparisons itself
-            setattr(ir.Value, f"__r{name}__", _binary(sign, reflected=True))
+        for method, reflected in ((f"__{name}__", False), (f"__r{name}__", True)):
+            if not reflected or sign[0] not in "<>":  # Python exchanges the operands of comparisons itself
+                otherwise = getattr(ir.Value, method, None) if sign in "+-*/" else None
+                setattr(ir.Value, method, _binary(sign, reflected, otherwise))
+    negative: Callable[[ir.Value], Any] = ir.Value.__neg__
     items = "op.Slice, op.Gather and op.Split take parts of it"
     methods: dict[str, Any] = {
         "__abs__": lambda self: _current("abs")._op.Abs(self),
+        "__neg__": lambda self: negative(self) if _current_block() is None else _current("-")._op.Neg(self),
         "__pos__": lambda self: self,
         "__invert__": lambda self: _current("~")._op.Not(self),
         "__bool__": _truth,

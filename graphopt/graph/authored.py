@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.arithmetic import explain_attribute
+from graphopt.graph.values import may_be_alike
 
 
 def name_of_method(owner: object, method: str) -> str:
@@ -152,15 +153,6 @@ def floating(found: object, where: str, due: str, like: ir.Value | None = None) 
 
 def _differs(a: ir.DataType | None, b: ir.DataType | None) -> bool:
     return a is not None and b is not None and a != b
-
-
-def may_be_alike(a: ir.Shape | None, b: ir.Shape | None) -> bool:
-    """Return whether two shapes may be the same, as far as sizes are known."""
-    if a is None or b is None:
-        return True
-    return len(a) == len(b) and all(
-        m == n for m, n in zip(a, b, strict=True) if isinstance(m, int) and isinstance(n, int)
-    )
 
 
 def scalar(found: object, where: str, due: str, dtype: ir.DataType | None = None) -> ir.Value:

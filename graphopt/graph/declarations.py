@@ -8,6 +8,7 @@ formula proves this (`graphopt.graph.sizes`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -19,9 +20,10 @@ from graphopt.graph.limits import are_surely_small, are_vectors_short
 from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
 from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.sizes import unify_sizes
+from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.typed_messages import message_for_inference, shape_of, type_of, types_in
-from graphopt.graph.values import size_name, size_names
+from graphopt.graph.values import name_of, size_name, size_names
 
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
@@ -119,31 +121,22 @@ def _is_inferred_wrongly(node: ir.Node | None) -> bool:
 
 
 def _infer(model: ir.Model, propagate: bool) -> None:
-    """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted.
-
-    Args:
-        model: the model.
-        propagate: whether inference propagates data.
-    """
+    """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted."""
     more = True
     while more:
-        typed = _typed(message_for_inference(model, propagate), propagate)
-        for value, found in types_in(model.graph, typed):
-            if not _is_inferred_wrongly(value.producer()):
+        typed = message_for_inference(model, propagate)
+        with contextlib.suppress(*INFERENCE_ERRORS):
+            typed = infer_message(typed, propagate=propagate)
+        for value, found in types_in(model.graph, typed.graph):
+            node = value.producer()
+            if not _is_inferred_wrongly(node):
                 shape = shape_of(found)
-                if shape is not None and _is_attention(value.producer()):
+                if shape is not None and node is not None and node.op_identifier()[:2] == ("", "Attention"):
+                    # Its unknown sizes are inferred as 0 (tests/faults.py: Attention)
                     shape = ir.Shape([None if dim == 0 else dim for dim in shape])
                 value.type = value.type or type_of(found)
                 value.shape = value.shape if shape is None else shape
         more = shapes.shape_states(model.graph)
-
-
-def _typed(message: onnx.ModelProto, propagate: bool) -> onnx.GraphProto:
-    """Return the graph of a message with inferred types."""
-    try:
-        return infer_message(message, propagate=propagate).graph
-    except INFERENCE_ERRORS:
-        return message.graph
 
 
 def _infer_ranks(model: ir.Model, propagate: bool) -> None:
@@ -199,11 +192,6 @@ def _may_follow(x: ir.Value, named: set[str]) -> bool:
     return node is None or bool(subgraphs(node)) or not named.issuperset(size_names(read))
 
 
-def _is_attention(node: ir.Node | None) -> bool:
-    """Return whether a node is an Attention, whose unknown sizes ONNX infers as 0 (tests/faults.py: Attention)."""
-    return node is not None and node.op_type == "Attention" and node.domain == ""
-
-
 def _rank_of(shape: ir.Shape) -> ir.Shape:
     return ir.Shape([None] * len(shape))
 
@@ -255,3 +243,34 @@ def _note_wrong(model: ir.Model, declared: Declared) -> None:
         first = next((x for x in model.graph.outputs if x in wrong), next(iter(wrong)))
         example = f"{first.name!r} as {wrong[first]} for {first.shape}"
         Misdeclared(before.count + len(wrong), before.example or example).write(model)
+
+
+_LARGEST_RANK = 6
+
+
+def find_ranks(model: ir.Model) -> None:
+    """Give each input without a shape the only rank that ONNX's inference accepts, with sizes of its own names.
+
+    An input that may have several ranks stays without a shape. Ranks that the file declares for outputs count.
+    """
+    for x in model.graph.inputs:
+        if x.shape is None and isinstance(x.type, ir.TensorType):
+            message = without_weights(model)
+            del message.graph.value_info[:]
+            possible = [rank for rank in range(_LARGEST_RANK + 1) if _is_possible(message, name_of(x), rank)]
+            if len(possible) == 1:
+                x.shape = ir.Shape([f"{x.name}_{axis}" for axis in range(possible[0])])
+
+
+def _is_possible(message: onnx.ModelProto, name: str, rank: int) -> bool:
+    """Return whether all nodes of a model accept an input of a rank."""
+    shape = next(x for x in message.graph.input if x.name == name).type.tensor_type.shape
+    shape.Clear()
+    for axis in range(rank):
+        shape.dim.add(dim_param=f"{name}_{axis}")
+    shape.SetInParent()
+    try:
+        infer_message(message, strict=True)
+    except INFERENCE_ERRORS:
+        return False
+    return True

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.graph import metadata
+from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import RANDOM
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.tables import dequantizes_frozen, gather_packed_rows
-from graphopt.graph.traversal import captured, subgraphs
+from graphopt.graph.traversal import subgraphs, values_read
 from graphopt.graph.values import dims_of, given, is_read, like
 
 _EARLY = {*STATE, Role.HYPERPARAMETER}
@@ -46,15 +46,14 @@ class _Weights:
     """Find the values that are computed from weights alone, and the nodes that read them and depend on data."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self.nodes: list[
-            ir.Node
-        ] = []  # a DequantizeLinear of a frozen weight, and what follows from weights alone
+        # Each DequantizeLinear of a frozen weight, and what follows from weights alone
+        self.nodes: list[ir.Node] = []
         self.expanded: set[ir.Value] = set()  # their outputs
         self.readers: list[ir.Node] = []
         self.position: dict[ir.Value, int] = {}  # of values that depend on data, in the graph
         self.position.update((x, -1) for x in graph.inputs if role_of(x) not in _EARLY)
         for i, node in enumerate(graph):
-            read = [x for x in [*node.inputs, *captured(node)] if x is not None]
+            read = values_read(node)
             if node.op_type in RANDOM or any(x in self.position for x in read):
                 self.position.update((y, i) for y in node.outputs)
                 if not self.expanded.isdisjoint(node.inputs):
@@ -76,7 +75,7 @@ class _Late:
     def __init__(self, op: Emitter, weights: _Weights) -> None:
         self._op, self._weights = op, weights
         self._zeros: dict[ir.Value, ir.Value] = {}
-        self._copies: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
+        self._copies: dict[ir.Value, dict[ir.Value, ir.Value]] = {}  # by the value that they wait for
 
     def serve(self, node: ir.Node) -> None:
         """Replace the inputs of a reader by copies."""
@@ -86,34 +85,27 @@ class _Late:
                 node.replace_input_with(i, self._copy(x, awaited))
 
     def _copy(self, x: ir.Value, awaited: ir.Value) -> ir.Value:
-        node = x.producer()
+        node, copies = x.producer(), self._copies.setdefault(awaited, {})
         if x not in self._weights.expanded or node is None:
             return x
-        if (x, awaited) not in self._copies:
-            inputs = [None if y is None else self._copy(y, awaited) for y in node.inputs]
+        if x not in copies:
+            read = {y: self._copy(y, awaited) for y in node.inputs if y is not None}
             if dequantizes_frozen(node):
-                inputs[1] = self._after(inputs[1], awaited)
-            copies = self._op.emit_again(node, inputs)
-            if (producer := copies[0].producer()) is not None:
-                metadata.copy(node, producer)
-            for y, copy in zip(node.outputs, copies, strict=True):
-                metadata.copy(y, like(copy, y))
-                self._copies[y, awaited] = copy
-        return self._copies[x, awaited]
+                scale = given(node.inputs[1])
+                read[scale] = self._after(read[scale], awaited)
+            copies |= again(self._op, [node], read, notes=True)
+        return copies[x]
 
-    def _after(self, scale: ir.Value | None, awaited: ir.Value) -> ir.Value:
+    def _after(self, scale: ir.Value, awaited: ir.Value) -> ir.Value:
         """Return a scale reshaped by a shape that depends on another value. A size of 0 means the size of the scale."""
-        op, scale = self._op, given(scale)
+        op, rank = self._op, len(dims_of(scale))
         if awaited not in self._zeros:
-            self._zeros[awaited] = _zero(op, awaited)
-        zero, rank = self._zeros[awaited], len(dims_of(scale))
+            # The index of the only one of at most one element: no runtime folds it
+            never = op.Cast(op.Less(op.Abs(op.first(awaited)), 0.0), to=ir.DataType.INT64)
+            self._zeros[awaited] = op.ReduceSum(never, [0])
+        zero = self._zeros[awaited]
         form = InferenceForm(same_as=0)
         if rank == 0:
             return form.write(like(op.Squeeze(form.write(op.Reshape(scale, zero + 1)), [0]), scale))
         shape = zero if rank == 1 else op.Expand(zero, [rank])
         return form.write(like(op.Reshape(scale, shape), scale))
-
-
-def _zero(op: Emitter, x: ir.Value) -> ir.Value:
-    """Return the int64 vector [0], the index of the only one of at most one element of `x`, which no runtime folds."""
-    return op.ReduceSum(op.Cast(op.Less(op.Abs(op.first(x)), 0.0), to=ir.DataType.INT64), [0])

@@ -62,6 +62,11 @@ class Emitter(TapeBuilder):
         return {x.name: x.value for x in attributes if x.value is not None}
 
     @property
+    def graph(self) -> ir.Graph:
+        """Return the graph into which it emits."""
+        return self._graph
+
+    @property
     def is_in_body(self) -> bool:
         """Return whether it emits into a subgraph of a node."""
         return self._depth > 0

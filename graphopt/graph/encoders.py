@@ -13,12 +13,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import operator_of
-from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
+from graphopt.graph.message_inference import INFERENCE_ERRORS
 from graphopt.graph.metadata import Encoders
 from graphopt.graph.postprocessing import add_opsets, detach_outputs
 from graphopt.graph.storage import replace_nodes
 from graphopt.graph.traversal import extracted_between, values_in, values_read
-from graphopt.graph.typed_messages import message_for_inference, take_types
+from graphopt.graph.typed_messages import infer_types
 from graphopt.graph.values import is_read, like, name_of
 
 _PREFIX = "graphopt/encoders/"  # of values inside, whose names the trained model may have, too
@@ -78,10 +78,9 @@ def _infer(model: ir.Model) -> None:
     tokenizers = [node for node in model.graph if node.op_type == "Tokenizer"]
     for node in [*tokenizers, None]:
         try:
-            typed = infer_message(message_for_inference(model, False))
+            infer_types(model)
         except INFERENCE_ERRORS:
             return
-        take_types(model.graph, typed.graph)
         if node is not None and node.outputs[0].type is None and (x := node.inputs[0]) is not None:
             node.outputs[0].type = ir.TensorType(ir.DataType.STRING)
             node.outputs[0].shape = None if x.shape is None else ir.Shape([*x.shape, None])

@@ -16,16 +16,15 @@ from graphopt.graph import metadata
 from graphopt.graph.encoders import restore_encoders
 from graphopt.graph.merging import merged_weights
 from graphopt.graph.metadata import Detached, Encoders, InferenceForm
-from graphopt.graph.operators import attributes_of
+from graphopt.graph.operators import Attributes, attributes_of
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import restore, restore_notes, store
-from graphopt.graph.rewriting import interface_kept, needed, protect
-from graphopt.graph.roles import STATE, Role, role_of, with_role
-from graphopt.graph.scans import remove_unused_results
+from graphopt.graph.rewriting import interface_kept, needed, protect, remove_unused_nodes
+from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
-from graphopt.graph.traversal import extracted_model
+from graphopt.graph.traversal import computed_from, extracted_model
 from graphopt.graph.values import given, is_read, like, name_of, swap
 
 _Adapters = Literal["merged", "left out", "kept"]
@@ -176,8 +175,7 @@ def trained_parts(
         adapters: whether they are merged into the weights, left out, or kept as operators.
         quantized: whether the model rounds as fake quantization does in training.
     """
-    outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
-    inference = extract(model, outputs_of_model, merged=adapters != "kept", quantized=quantized)
+    inference = extract(model, outputs_of_model(model), merged=adapters != "kept", quantized=quantized)
     graph = inference.graph
     averaged = {owner: state[name] for name, owner in averages_read(model).items()}
     changed = merged_weights(model, {**state, **averaged}) if adapters == "merged" else {}
@@ -266,3 +264,49 @@ def replace_weights(model: onnx.ModelProto, trained: onnx.ModelProto) -> None:
                 f"{list(weight.dims)}, found {x.data_type} and {list(x.dims)} in the other model"
             )
         x.CopyFrom(weight)
+
+
+def remove_unused_results(graph: ir.Graph) -> None:
+    """Remove unread outputs and states of each Scan in a graph, and what only they read."""
+    for node in reversed(list(graph)):
+        if (node.domain, node.op_type) == ("", "Scan") and not all(map(is_read, node.outputs)):
+            _shrink(graph, node)
+
+
+def _shrink(graph: ir.Graph, node: ir.Node) -> None:
+    """Remove unread outputs and states of a Scan."""
+    body = node.attributes["body"].as_graph()
+    sliced = node.attributes["num_scan_inputs"].as_int()
+    states = len(node.inputs) - sliced
+    kept = [i for i, y in enumerate(node.outputs) if is_read(y)]
+    if not kept:
+        return
+    while True:  # a state stays if what stays depends on it
+        read = computed_from(body.outputs[i] for i in kept)
+        more = [i for i in range(states) if i not in kept and body.inputs[i] in read]
+        if not more:
+            break
+        kept = sorted([*kept, *more])
+    rows = [i for i in range(states, len(body.inputs)) if body.inputs[i] in read] or [states]
+    inputs = [*(i for i in kept if i < states), *rows]
+    outputs = [node.outputs[i] for i in kept]
+    attributes: Attributes = {
+        "body": body,
+        "num_scan_inputs": len(rows),
+        **_chosen(node, "input", [i - states for i in rows]),
+        **_chosen(node, "output", [i - states for i in kept if i >= states]),
+    }
+    body.outputs[:] = [body.outputs[i] for i in kept]
+    body.inputs[:] = [body.inputs[i] for i in inputs]
+    remove_unused_nodes(body)
+    made = [ir.Value(type=y.type, shape=y.shape) for y in outputs]
+    other = ir.node("Scan", [node.inputs[i] for i in inputs], attributes, outputs=made)
+    metadata.copy(node, other)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [other], outputs, made)
+
+
+def _chosen(node: ir.Node, side: str, numbers: Sequence[int]) -> dict[str, list[int]]:
+    """Return the attributes of some of the sequences of a Scan."""
+    names = (f"scan_{side}_axes", f"scan_{side}_directions")
+    given = {name: node.attributes.get_ints(name, ()) for name in names}
+    return {name: [values[i] for i in numbers] for name, values in given.items() if values}

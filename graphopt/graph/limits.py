@@ -158,7 +158,6 @@ def are_vectors_short(graph: ir.Graph, known: Callable[[ir.Value], ir.Shape | No
     axis of a value make more numbers, at most as many as there are in the operands together.
 
     Args:
-        graph: a graph.
         known: returns the shape of a value that inference finds without data propagation, if it does.
     """
     counts = {x: _count(x.shape, 1) for x in (*graph.inputs, *graph.initializers.values())}

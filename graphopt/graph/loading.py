@@ -36,7 +36,7 @@ from graphopt.graph.storage import (
     replace_nodes,
     take_weights,
 )
-from graphopt.graph.traversal import all_nodes, is_sorted, wholes_of
+from graphopt.graph.traversal import is_sorted, nodes_of, wholes_of
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
@@ -156,7 +156,7 @@ def _name_apart(model: ir.Model) -> None:
         for value in graph.initializers.values():
             if value.const_value is not None:
                 value.const_value = apart(value.const_value)
-    for node in (node for whole in wholes_of(model) for node in all_nodes(whole)):
+    for node in nodes_of(model):
         for name, x in node.attributes.items():
             if x.type is ir.AttributeType.TENSOR and not x.is_ref():
                 node.attributes[name] = ir.AttrTensor(name, apart(x.as_tensor()))
@@ -264,12 +264,11 @@ def _names_read(node: onnx.NodeProto) -> set[str]:
 
 def _give_domains(model: ir.Model) -> None:
     """Put operators from ONNX Runtime that ONNX did not have in the model's opset into the runtime's domain."""
-    wholes = wholes_of(model)
-    for whole in wholes:
+    for whole in wholes_of(model):
         if (version := whole.opset_imports.pop(ONNX[1], None)) is not None:
             whole.opset_imports.setdefault("", version)
     version = model.opset_imports.get("", 0)
-    for node in (node for whole in wholes for node in all_nodes(whole)):
+    for node in nodes_of(model):
         if node.domain == "" and version < RUNTIMES_OWN.get(node.op_type, 0):
             node.domain, node.version = MICROSOFT, None
             model.opset_imports.setdefault(MICROSOFT, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -85,10 +85,10 @@ def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
     return model
 
 
-def base_of(x: ir.Value) -> ir.Value:
-    """Return the value that `x` is a view of, or `x` itself."""
+def base_of(x: ir.Value, through: Collection[str] = VIEWS) -> ir.Value:
+    """Return the value that `x` is a view of, by some operators, or `x` itself."""
     node = x.producer()
-    while node is not None and node.op_type in VIEWS and node.domain == "" and node.inputs[0] is not None:
+    while node is not None and node.op_type in through and node.domain == "" and node.inputs[0] is not None:
         x = node.inputs[0]
         node = x.producer()
     return x

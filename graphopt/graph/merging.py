@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,11 +137,7 @@ def _read_by(function: FunctionType) -> list[object]:
     return values
 
 
-def adapted(model: ir.Model) -> Iterator[tuple[ir.Value, Adapted]]:
-    """Yield the values that hold the note of an adapter, with the note."""
-    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
-        if (note := Adapted.read(value)) is not None:
-            yield value, note
+adapted = Adapted.of_values
 
 
 def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str, ir.TensorProtocol]:

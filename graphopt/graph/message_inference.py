@@ -16,10 +16,8 @@ from graphopt.graph.operators import ELEMENTWISE_OPERATORS
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 
-FRAGILE = {
-    "Slice": 0,
-    "GatherND": 1,
-}  # the input of an operator at whose sizes below 0 inference ends the process
+# The input of an operator at whose sizes below 0 inference ends the process
+FRAGILE = {"Slice": 0, "GatherND": 1}
 _HIDDEN = "hidden"  # the domain of operators that inference is not to see
 # Operators that make no size below 0 of others: each size is one of an input, a sum, a product, or is checked.
 _SAFE = ELEMENTWISE_OPERATORS | {
@@ -40,7 +38,6 @@ def infer_message(
 
     Args:
         message: the model. Declared sizes below 0, which some exporters write for unknown ones, are removed.
-        propagate: whether inference propagates data.
         strict: whether it checks types and sizes, and raises an error where it otherwise leaves types out.
 
     Raises:

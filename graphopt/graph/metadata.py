@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -88,12 +88,10 @@ RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only 
 # Of a model of images, in the words of ONNX's documentation, MetadataProps.md: how its pixels are scaled
 PIXEL_RANGE = Text("Image.NominalPixelRange")
 LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
-ADAPTER = Flag(
-    "graphopt.is_of_adapter"
-)  # an initializer that an adapter added or replaced, and that trains in place of others
-ADDS_ONE = Flag(
-    "graphopt.adds_one"
-)  # a weight that is 1 more in the file than in its module, as of Gemma's norms
+# An initializer that an adapter added or replaced, and that trains in place of others
+ADAPTER = Flag("graphopt.is_of_adapter")
+# A weight that is 1 more in the file than in its module, as of Gemma's norms
+ADDS_ONE = Flag("graphopt.adds_one")
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 # A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file
@@ -107,9 +105,8 @@ POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a 
 AUGMENTED = Flag("graphopt.augmented")  # a node that computes what training reads in place of an input
 MIXED = Flag("graphopt.mixed")  # a node that computes the share of another row in each row
 IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
-TEMPERATURE = Text(
-    "graphopt.temperature"
-)  # of a training graph: the divisor of logits when completions are drawn
+# Of a training graph: the divisor of logits when completions are drawn
+TEMPERATURE = Text("graphopt.temperature")
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
 # In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
 # the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
@@ -118,9 +115,8 @@ TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 SURROGATE = Flag("graphopt.surrogate")  # a node whose gradient is another than its slope on purpose
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
-STORED_AS = Text(
-    "graphopt.stored_as"
-)  # of such a node: the name of the result in the file, if not the weight's
+# Of such a node: the name of the result in the file, if not the weight's
+STORED_AS = Text("graphopt.stored_as")
 FOLLOWS = Flag("graphopt.follows")  # a DequantizeLinear whose scale follows the largest numbers of its weight
 FAKE = Flag("graphopt.fake")  # a node that rounds to integers or back, which the float model leaves out
 RANGE = Text("graphopt.range")  # of an initializer: which end of an activation's range it is, low or high
@@ -170,7 +166,6 @@ class Note:
     """Store several fields as a note in JSON, under a key. A subclass declares the fields, and may check them.
 
     Args:
-        key: the key.
         expected: the description of the fields in errors.
     """
 
@@ -204,6 +199,13 @@ class Note:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise cls.wrong(holder) from error
         return note
+
+    @classmethod
+    def of_values(cls: type[N], model: ir.Model) -> Iterator[tuple[ir.Value, N]]:
+        """Yield the inputs and initializers that have the note, with it."""
+        for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+            if (note := cls.read(value)) is not None:
+                yield value, note
 
     def check(self) -> None:
         """Raise a ValueError if a field has an invalid value of its type."""

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.files import json_of, read_file
 from graphopt.graph.metadata import DECODER, MOST_LETTERS
 
@@ -22,23 +22,19 @@ _TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
 }
-_BESIDE_DECODERS = (
-    "embedding",
-    "encoder",
-    "speech",
-    "vision",
-)  # what models of onnxruntime-genai other than decoders have
+# What models of onnxruntime-genai other than decoders have
+_BESIDE_DECODERS = ("embedding", "encoder", "speech", "vision")
 
 
-def config_in(path: Path) -> dict[str, object]:
-    """Return the fields of a config.
+def config_in(path: Path, most: int = _MOST_BYTES) -> dict[str, object]:
+    """Return the fields of a config of at most so many bytes.
 
     Raises:
         GraphoptError: the file is too large or has no fields.
     """
-    found = json_of(read_file(path.resolve(), _MOST_BYTES), str(path))
+    found = json_of(read_file(path.resolve(), most), str(path))
     if not isinstance(found, dict):
-        raise GraphoptError(f"{path}: expected an object in JSON, found another value")
+        raise GraphoptError(f"{path}: expected an object in JSON, found {kind_of(found)}")
     return found
 
 
@@ -79,7 +75,6 @@ def described(place: Path, *, by_config: bool) -> dict[str, Any]:
     A config.json of another program says nothing.
 
     Args:
-        place: the folder.
         by_config: whether config.json tells the type if genai_config.json does not.
 
     Raises:

@@ -11,10 +11,11 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import MANY, Note, expect
 from graphopt.graph.operators import Attributes, attributes_of, defaults, fits, formal_of, schema_of
-from graphopt.graph.traversal import all_nodes, wholes_of
+from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import constant_of, given, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
@@ -54,6 +55,16 @@ def versions_of(model: ir.Model) -> tuple[int, int]:
     return came_in.opset or min(now, max(known, default=1)), came_in.ir_version
 
 
+def check_training_version(model: ir.Model, where: str, advice: str) -> None:
+    """Raise an error if onnxruntime-training is too old for a model's opset or IR version."""
+    version = model.opset_imports[""]
+    if version > ORT_TRAINING_OPSET or model.ir_version > ORT_TRAINING_IR_VERSION:
+        raise GraphoptError(
+            f"{where}: expected a model of opset {ORT_TRAINING_OPSET} and IR version {ORT_TRAINING_IR_VERSION} or "
+            f"older, found {version} and {model.ir_version}{advice}"
+        )
+
+
 def ir_version_of(opset: int) -> int:
     """Return the IR version that ONNX released with an opset of the default domain."""
     return onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)], ignore_unknown=True)
@@ -73,7 +84,7 @@ def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
 
 def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
-    nodes = [node for whole in wholes_of(model) for node in all_nodes(whole) if node.domain == ""]
+    nodes = [node for node in nodes_of(model) if node.domain == ""]
     forms: dict[ir.Node, _Form] = {}
     for node in nodes:
         exact = node.attributes.get_string("approximate", "none") == "none"

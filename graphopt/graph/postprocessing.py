@@ -189,9 +189,8 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
     order = {name: i for i, name in enumerate(docs)}
     unread = {x.name: x for x in said.initializer if x.name not in taken}
     graph.initializer.extend(unread.values())
-    graph.initializer.sort(
-        key=lambda x: order.get(x.name, len(order))
-    )  # in place: a message keeps what it loses
+    # In place: a message keeps what it loses
+    graph.initializer.sort(key=lambda x: order.get(x.name, len(order)))
     for weight in graph.initializer:
         if docs.get(weight.name):
             weight.doc_string = docs[weight.name]

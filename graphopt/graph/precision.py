@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.operators import takes
-from graphopt.graph.values import is_floating
+from graphopt.graph.traversal import nodes_of
+from graphopt.graph.values import is_floating, redirect
 
 _NUMBERS = {"value_float", "value_floats"}  # attributes of Constant
 
@@ -31,10 +32,7 @@ def retype(model: ir.Model, dtype: ir.DataType) -> dict[ir.Value, ir.Shape | Non
     for function in model.functions.values():
         for node in list(function.all_nodes()):
             _retype_number_of_call(function, node, dtype)
-    for node in [
-        *model.graph.all_nodes(),
-        *(node for function in model.functions.values() for node in function.all_nodes()),
-    ]:
+    for node in nodes_of(model):
         if not all(takes(dtype, version, *use) for output in node.outputs for use in output.uses()):
             continue
         if node.op_type == "ConstantOfShape" and not node.attributes:
@@ -61,8 +59,7 @@ def _retype_number_of_call(function: ir.Function, node: ir.Node, dtype: ir.DataT
         uses = list(number.uses())
         cast = ir.node("Cast", [number], {"to": dtype})
         (node.graph or function).insert_after(node, cast)
-        for user, index in uses:
-            user.replace_input_with(index, cast.outputs[0])
+        redirect(uses, cast.outputs[0])
         for outputs in (function.outputs, *([] if node.graph is None else [node.graph.outputs])):
             for i, y in enumerate(outputs):
                 outputs[i] = cast.outputs[0] if y is number else y

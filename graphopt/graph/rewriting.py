@@ -76,10 +76,12 @@ class Pass(ir.passes.InPlacePass, Checked):
     Attributes:
         alters: how the pass makes predictions other than those of the file, for a pass that does so on purpose.
         follows: whether a pass that learns options learns them from the model that the passes before it make.
+        changes_forward: whether the pass changes the forward pass, so that it must run before Gradient.
     """
 
     alters: ClassVar[str] = ""
     follows: ClassVar[bool] = False
+    changes_forward: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -158,6 +160,8 @@ class Pass(ir.passes.InPlacePass, Checked):
 
     def requires(self, model: ir.Model) -> None:
         """Raise an error unless a model has what the pass needs, such as the results of passes that run before it."""
+        if self.changes_forward:
+            self.precedes_gradient(model)
 
     def ensures(self, model: ir.Model) -> None:
         """Raise an error unless a rewritten model has what the pass promises."""
@@ -333,6 +337,13 @@ def matches(name: str | None, pattern: Pattern) -> bool:
     """Return whether `name` matches at least one shell-style pattern; None matches nothing."""
     patterns = [pattern] if isinstance(pattern, str) else pattern or []
     return any(fnmatchcase(name or "", pattern) for pattern in patterns)
+
+
+def no_match(where: str, what: str, names: Iterable[str | None], owns: str = "trains") -> GraphoptError:
+    """Return the error of a pattern that matches nothing; `names` are what the model trains or has."""
+    return GraphoptError(
+        f"{where} matches no {what}; the model {owns}: {', '.join(map(str, names)) or 'none'}"
+    )
 
 
 def selects(pattern: Pattern, value: ir.Value) -> bool:

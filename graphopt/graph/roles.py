@@ -73,6 +73,16 @@ def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
     return [value for value in [*model.graph.inputs, *model.graph.outputs] if role_of(value) in roles]
 
 
+def data_inputs(model: ir.Model) -> list[ir.Value]:
+    """Return the inputs that a batch feeds, also those of a model without roles."""
+    return [x for x in model.graph.inputs if role_of(x) in (None, Role.DATA) and not x.is_initializer()]
+
+
+def outputs_of_model(model: ir.Model) -> list[ir.Value]:
+    """Return the outputs of the file that a training graph has: its loss if the file computes it itself."""
+    return with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
+
+
 def updated(model: ir.Model) -> list[ir.Value]:
     """Return the parameters that a training graph updates."""
     following = {y.name for y in with_role(model, Role.NEXT)}

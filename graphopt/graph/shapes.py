@@ -24,7 +24,7 @@ from graphopt.graph.operators import GROWING, POOLS, SEQUENCE_READERS, schema_of
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
 from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs, values_in
-from graphopt.graph.typed_messages import message_for_inference, take_types
+from graphopt.graph.typed_messages import infer_types, message_for_inference, take_types
 from graphopt.graph.values import constant_of, is_static, size_name, size_names
 
 
@@ -53,7 +53,7 @@ def ifs(model: ir.Model) -> int:
 def fold_integers(model: ir.Model) -> bool:
     """Fold integers and booleans that are constant, once, and return whether fewer If nodes remain."""
     before = ifs(model)
-    rewrite(model, [STATIC_DIMENSION])
+    rewrite(model, STATIC_DIMENSIONS)
     nodes = list(all_nodes(model.graph))
     dropouts = [node for node in nodes if node.op_type == "Dropout" and node.domain == ""]
     positions = [node for node in nodes if TOKEN_POSITIONS.is_set(node)]
@@ -72,18 +72,33 @@ def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
     return np.array(dims, np.int64).reshape(axes.shape) if known else None
 
 
-STATIC_DIMENSION = RewriteRule(
-    lambda op, x, index: op.Gather(op.Shape(x), index, axis=0),
-    lambda op, x, index: op.Constant(value=ir.tensor(_sizes(x, index))),  # type: ignore[arg-type]
-    lambda context, x, index: _sizes(x, index) is not None,
-)
+def _sizes_between(x: ir.Value, start: ir.Value, end: ir.Value) -> np.ndarray | None:
+    """Return the sizes of `x` from one axis to another, or None if one is dynamic."""
+    bounds = [constant_of(start), constant_of(end)]
+    if x.shape is None or any(bound is None or bound.size != 1 for bound in bounds):
+        return None
+    dims = list(x.shape)[slice(*(int(bound.item()) for bound in bounds if bound is not None))]
+    return np.array(dims, np.int64) if all(isinstance(dim, int) for dim in dims) else None
+
+
+STATIC_DIMENSIONS = [
+    RewriteRule(
+        lambda op, x, index: op.Gather(op.Shape(x), index, axis=0),
+        lambda op, x, index: op.Constant(value=ir.tensor(_sizes(x, index))),  # type: ignore[arg-type]
+        lambda context, x, index: _sizes(x, index) is not None,
+    ),
+    RewriteRule(
+        lambda op, x, start, end: op.Slice(op.Shape(x), start, end),
+        lambda op, x, start, end: op.Constant(value=ir.tensor(_sizes_between(x, start, end))),  # type: ignore[arg-type]
+        lambda context, x, start, end: _sizes_between(x, start, end) is not None,
+    ),
+]
 
 
 def infer(model: ir.Model, propagate: bool | None = None) -> None:
     """Infer the type and shape of every value, including values in bodies, and name unknown dimensions.
 
     Args:
-        model: the model.
         propagate: what `check_expanded` returned before the form of the model changed; by default, the model is
             checked.
     """
@@ -141,7 +156,7 @@ def infer_anew(model: ir.Model) -> None:
         forget()
         name_dimensions(model.graph.inputs, new_names(model))
         with contextlib.suppress(*INFERENCE_ERRORS):
-            take_types(model.graph, infer_message(message_for_inference(model, False)).graph)
+            infer_types(model)
     for x, kind in declared.items():
         x.type = x.type or kind
 
@@ -180,10 +195,9 @@ def check_expanded(model: ir.Model) -> bool:
     """
     probe = model.clone()
     try:
-        typed = infer_message(message_for_inference(probe, False))
+        infer_types(probe)
     except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    take_types(probe.graph, typed.graph)
     if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in all_nodes(probe.graph)):
         fold_integers(probe)
     check_constants(probe)

@@ -1,16 +1,18 @@
 """Derive the sizes of operators' outputs, and the elements of vectors of sizes, as formulas.
 
-A rule returns one list for each output, with a formula for each axis, or None for what it does not know. What a rule
-says holds for all positive sizes of the inputs at which the model runs without an error.
+A rule returns one list for each output, with a formula for each axis, or None for an axis that it does not know; it
+raises `Unknown` if it knows none. What it says holds for all positive sizes of the inputs at which the model runs
+without an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import onnx_ir as ir
 
@@ -29,7 +31,8 @@ from graphopt.graph.values import fixed
 from graphopt.graph.windows import is_same, window_of
 
 Maybe = Formula | None
-Sizes = list[Maybe] | None  # of one output
+Sizes = list[Maybe]  # of one output
+_T = TypeVar("_T")
 
 _REDUCTIONS = (
     *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"),
@@ -39,6 +42,16 @@ _FAR = 2**31 - 1  # the end of a slice that exporters write for the end of an ax
 _ALIGNED_SINCE = 7  # opset; before, an attribute said which axes broadcast
 _UNEVEN_SINCE = 18  # opset; before, a Split without sizes made equal parts
 _MOST_BITS = 12  # of the denominator of a scale that float32 multiplies exactly
+
+
+class Unknown(Exception):
+    """Report that a rule needs sizes or numbers that are not known."""
+
+
+def _known(x: _T | None) -> _T:
+    if x is None:
+        raise Unknown
+    return x
 
 
 class _Facts(Protocol):
@@ -54,7 +67,7 @@ class _Facts(Protocol):
 
 
 @dataclass(frozen=True)
-class Read:
+class NodeSizes:
     """Read a node and what is known of its inputs."""
 
     node: ir.Node
@@ -66,46 +79,46 @@ class Read:
         """Return an input, or None where it is missing."""
         return self.node.inputs[i] if i < len(self.node.inputs) else None
 
-    def shape(self, i: int) -> list[Formula] | None:
+    def shape_if_known(self, i: int) -> list[Formula] | None:
         """Return the sizes of an input, or None if one is unknown."""
         x = self.input(i)
         return None if x is None else self.facts.of_shape(x)
 
-    def values(self, i: int) -> list[Maybe] | None:
-        """Return the elements of an input that is a short vector of integers."""
-        return self.facts.values(self.input(i))
+    def shape(self, i: int) -> list[Formula]:
+        """Return the sizes of an input."""
+        return _known(self.shape_if_known(i))
 
-    def numbers(self, i: int) -> list[int] | None:
+    def values(self, i: int) -> list[Maybe]:
+        """Return the elements of an input that is a short vector of integers."""
+        return _known(self.facts.values(self.input(i)))
+
+    def numbers(self, i: int) -> list[int]:
         """Return the elements of an input that are all constant."""
         return _numbers(self.values(i))
 
-    def option(self, i: int, name: str) -> list[Maybe] | None:
+    def option(self, i: int, name: str) -> list[Maybe]:
         """Return integers from an input, or from the attribute that older opsets have."""
         if name in self.attributes:
             given = self.attributes[name]
             return [number(int(each)) for each in (given if isinstance(given, Sequence) else [given])]
         return self.values(i)
 
-    def axes(self, i: int, name: str, rank: int) -> list[int] | None:
+    def axes(self, i: int, name: str, rank: int) -> list[int]:
         """Return axes from an input or an attribute, counted from the front."""
-        axes = _numbers(self.option(i, name))
-        return None if axes is None else [axis % rank for axis in axes]
+        return [axis % rank for axis in _numbers(self.option(i, name))]
 
     @property
-    def to(self) -> list[Maybe] | None:
+    def to(self) -> Sizes:
         """The sizes of the first output that are known already."""
-        y = self.node.outputs[0]
-        if y.shape is None:
-            return None
-        names = [dim if isinstance(dim, int) else dim.value for dim in y.shape]
+        names = [dim if isinstance(dim, int) else dim.value for dim in _known(self.node.outputs[0].shape)]
         return [None if x is None or self.facts.is_open(x) else self.facts.of(x) for x in names]
 
 
-def _numbers(values: Sequence[Maybe] | None) -> list[int] | None:
-    found = [None if x is None else x.number for x in values or ()]
-    if values is None or any(x is None or x.denominator != 1 for x in found):
-        return None
-    return [int(x) for x in found if x is not None]
+def _numbers(values: Sequence[Maybe]) -> list[int]:
+    found = [_known(_known(x).number) for x in values]
+    if any(x.denominator != 1 for x in found):
+        raise Unknown
+    return [int(x) for x in found]
 
 
 def broadcast(shapes: Sequence[Sequence[Maybe]]) -> list[Maybe]:
@@ -131,33 +144,29 @@ def _is_positive(x: Formula) -> bool:
     return is_nonnegative(x - 1)
 
 
-def _elementwise(read: Read) -> list[Sizes]:
+def _elementwise(read: NodeSizes) -> list[Sizes]:
     shapes = [read.facts.of_shape(x) for x in read.node.inputs if x is not None]
-    known = [shape for shape in shapes if shape is not None]
-    is_known = known and len(known) == len(shapes) and read.version >= _ALIGNED_SINCE
-    return [broadcast(known) if is_known else None]
+    return [broadcast(list(map(_known, shapes)))] if shapes and read.version >= _ALIGNED_SINCE else []
 
 
-def _matmul(read: Read) -> list[Sizes]:
+def _matmul(read: NodeSizes) -> list[Sizes]:
     a, b = read.shape(0), read.shape(1)
-    if a is None or b is None or min(len(a), len(b)) < 2:
-        return [None]
-    return [[*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]]]
+    return [] if min(len(a), len(b)) < 2 else [[*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]]]
 
 
-def _gemm(read: Read) -> list[Sizes]:
-    a, b = read.shape(0), read.shape(1)
+def _gemm(read: NodeSizes) -> list[Sizes]:
+    a, b = read.shape_if_known(0), read.shape_if_known(1)
     rows = a[1 if read.attributes.get("transA") else 0] if a is not None and len(a) == 2 else None
     columns = b[0 if read.attributes.get("transB") else 1] if b is not None and len(b) == 2 else None
     return [[rows, columns]]
 
 
-def _reshape(read: Read) -> list[Sizes]:
-    x, wanted, to = read.shape(0), read.option(1, "shape"), read.to
-    if to is None:
-        return [None]
-    result: list[Maybe] = list(to)
-    if wanted is not None and len(wanted) == len(to):
+def _reshape(read: NodeSizes) -> list[Sizes]:
+    x, to = read.shape_if_known(0), read.to
+    wanted, result = list[Maybe](), list(to)
+    with contextlib.suppress(Unknown):
+        wanted = read.option(1, "shape")
+    if len(wanted) == len(to):
         for i, size in enumerate(wanted):
             if size is not None and size.number == 0 and not read.attributes.get("allowzero"):
                 result[i] = x[i] if x is not None and i < len(x) else to[i]
@@ -178,10 +187,8 @@ def _solved(x: list[Formula] | None, result: list[Maybe]) -> list[Maybe]:
     return [quotient(x, known) if size is None else size for size in result]
 
 
-def _flatten(read: Read) -> list[Sizes]:
+def _flatten(read: NodeSizes) -> list[Sizes]:
     x = read.shape(0)
-    if x is None:
-        return [None]
     axis = read.attributes["axis"] + len(x) * (read.attributes["axis"] < 0)
     return [[_volume(x[:axis]), _volume(x[axis:])]]
 
@@ -190,19 +197,16 @@ def _volume(sizes: Sequence[Formula]) -> Formula:
     return functools.reduce(Formula.__mul__, sizes, number(1))
 
 
-def _slice(read: Read) -> list[Sizes]:
+def _slice(read: NodeSizes) -> list[Sizes]:
     x, starts, ends = read.shape(0), read.option(1, "starts"), read.option(2, "ends")
-    if x is None or starts is None or ends is None:
-        return [None]
     has_axes = "axes" in read.attributes or read.input(3) is not None
     axes = read.axes(3, "axes", len(x)) if has_axes else list(range(len(starts)))
-    steps = read.numbers(4) if read.input(4) is not None else [1] * len(starts)
-    if axes is None:
-        return [None]
+    steps = [1 if read.input(4) is None else 0] * len(starts)  # 0 stands for an unknown one
+    with contextlib.suppress(Unknown):
+        steps = read.numbers(4)
     result: list[Maybe] = list(x)
     for i, axis in enumerate(axes):
-        step = steps[i] if steps is not None else 0
-        result[axis] = _sliced(x[axis], starts[i], ends[i], step)
+        result[axis] = _sliced(x[axis], starts[i], ends[i], steps[i])
     return [result]
 
 
@@ -227,20 +231,17 @@ def _bound(size: Formula, bound: Formula) -> Maybe:
     return largest(number(0), size + bound) if is_nonnegative(bound * -1 - 1) else None
 
 
-def _concat(read: Read) -> list[Sizes]:
-    shapes = [None if x is None else read.facts.of_shape(x) for x in read.node.inputs]
-    known = [shape for shape in shapes if shape is not None]
-    if len(known) < len(shapes) or not known or not known[0]:
-        return [None]
+def _concat(read: NodeSizes) -> list[Sizes]:
+    known = list(map(read.shape, range(len(read.node.inputs))))
+    if not known or not known[0]:
+        return []
     axis = read.attributes.get("axis", 1) % len(known[0])
     total = functools.reduce(Formula.__add__, (shape[axis] for shape in known))
     return [[total if i == axis else None for i in range(len(known[0]))]]
 
 
-def _split(read: Read) -> list[Sizes]:
+def _split(read: NodeSizes) -> list[Sizes]:
     x, count = read.shape(0), len(read.node.outputs)
-    if x is None:
-        return []
     axis = read.attributes["axis"] % len(x)
     parts: Sequence[Maybe] | None = None
     if "split" in read.attributes or read.input(1) is not None:
@@ -255,15 +256,13 @@ def _split(read: Read) -> list[Sizes]:
     return [[*x[:axis], part, *x[axis + 1 :]] for part in parts]
 
 
-def _pad(read: Read) -> list[Sizes]:
-    x = read.shape(0)
-    pads = read.option(1, "pads") if "paddings" not in read.attributes else None
-    if x is None or pads is None:
-        return [None]
-    has_axes = read.input(3) is not None
-    axes = read.axes(3, "axes", len(x)) if has_axes else list(range(len(x)))
-    if axes is None or len(pads) != 2 * len(axes):
-        return [None]
+def _pad(read: NodeSizes) -> list[Sizes]:
+    if "paddings" in read.attributes:
+        return []
+    x, pads = read.shape(0), read.option(1, "pads")
+    axes = list(range(len(x))) if read.input(3) is None else read.axes(3, "axes", len(x))
+    if len(pads) != 2 * len(axes):
+        return []
     result: list[Maybe] = list(x)
     for i, axis in enumerate(axes):
         begin, end = pads[i], pads[i + len(axes)]
@@ -271,14 +270,12 @@ def _pad(read: Read) -> list[Sizes]:
     return [result]
 
 
-def _windows(read: Read) -> list[Sizes]:
+def _windows(read: NodeSizes) -> list[Sizes]:
     """Count windows of a convolution or a pool along each axis, as ONNX Runtime does since opset 22."""
-    x, w = read.shape(0), read.shape(1)
-    is_pool = read.node.op_type in POOLS
-    if x is None or (w is None and not is_pool):
-        return []
+    is_pool, x = read.node.op_type in POOLS, read.shape(0)
+    w = [] if is_pool else read.shape(1)
     kernel = read.attributes.get("kernel_shape")
-    taps = list(map(number, kernel)) if kernel else (w or [])[2:]
+    taps = list(map(number, kernel)) if kernel else w[2:]
     window = window_of(read.node, kernel or [1] * len(taps))
     counts: list[Maybe] = []
     for i, size in enumerate(x[2:]):
@@ -287,22 +284,18 @@ def _windows(read: Read) -> list[Sizes]:
             counts.append(ceiling(size * by))
             continue
         room = size + window.begin[i] + window.end[i] - (taps[i] - 1) * window.dilations[i] - 1
-        if read.attributes.get(
-            "ceil_mode"
-        ):  # a last window that begins in the padding at the end does not count
+        if read.attributes.get("ceil_mode"):
+            # A last window that begins in the padding at the end does not count
             count = smallest(ceiling(room * by) + 1, ceiling((size + window.begin[i]) * by))
         else:
             count = floor(room * by) + 1
         # Where no window fits, the runtime rounds to 0, not down, and counts one.
         counts.append(count if count.number is None or is_nonnegative(room) else None)
-    channels = x[1] if is_pool or w is None else w[0]
-    return [[x[0], channels, *counts]] * len(read.node.outputs)
+    return [[x[0], x[1] if is_pool else w[0], *counts]] * len(read.node.outputs)
 
 
-def _transposed_windows(read: Read) -> list[Sizes]:
+def _transposed_windows(read: NodeSizes) -> list[Sizes]:
     x, w = read.shape(0), read.shape(1)
-    if x is None or w is None:
-        return [None]
     n, channels = len(x) - 2, w[1] * int(read.attributes.get("group") or 1)
     if "output_shape" in read.attributes:
         return [[x[0], channels, *map(number, read.attributes["output_shape"][-n:])]]
@@ -317,13 +310,12 @@ def _transposed_windows(read: Read) -> list[Sizes]:
     return [[x[0], channels, *sizes]]
 
 
-def _resize(read: Read) -> list[Sizes]:
+def _resize(read: NodeSizes) -> list[Sizes]:
     """Derive sizes from given sizes, or from scales that float32, in which the runtime multiplies, has exactly."""
-    x = read.shape(0)
+    x, sizes = read.shape(0), read.facts.values(read.input(3))
     policy = read.attributes.get("keep_aspect_ratio_policy", "stretch")
-    if x is None or read.attributes.get("axes") or policy != "stretch":
-        return [None]
-    sizes = read.values(3)
+    if read.attributes.get("axes") or policy != "stretch":
+        return []
     if read.node.op_type == "Resize" and sizes and len(sizes) == len(x):
         return [sizes]
     at = 2 if read.node.op_type == "Resize" and read.version > 10 else 1
@@ -331,7 +323,7 @@ def _resize(read: Read) -> list[Sizes]:
     if scales is None and (array := fixed(read.input(at))) is not None:
         scales = array.ravel().tolist()
     if scales is None or len(scales) != len(x):
-        return [None]
+        return []
     return [[_scaled(size, Fraction(float(scale))) for size, scale in zip(x, scales, strict=True)]]
 
 
@@ -340,94 +332,79 @@ def _scaled(size: Formula, scale: Fraction) -> Maybe:
     return floor(size * scale) if is_exact and scale > 0 else None
 
 
-def _expand(read: Read) -> list[Sizes]:
-    x, wanted = read.shape(0), read.values(1)
-    return [None if x is None or wanted is None else broadcast([x, wanted])]
-
-
-def _tile(read: Read) -> list[Sizes]:
+def _tile(read: NodeSizes) -> list[Sizes]:
     x, repeats = read.shape(0), read.values(1)
-    if x is None or repeats is None or len(repeats) != len(x):
-        return [None]
+    if len(repeats) != len(x):
+        return []
     return [[None if n is None else size * n for size, n in zip(x, repeats, strict=True)]]
 
 
-def _reduction(read: Read) -> list[Sizes]:
-    x, y = read.shape(0), read.node.outputs[0]
-    if x is None or y.shape is None:
-        return [None]
+def _reduction(read: NodeSizes) -> list[Sizes]:
+    x = read.shape(0)
+    if read.node.outputs[0].shape is None:
+        return []
     if "axis" in read.attributes:
-        axes: list[int] | None = [read.attributes["axis"] % len(x)]
+        axes = [read.attributes["axis"] % len(x)]
     elif "axes" in read.attributes or read.input(1) is not None:
         axes = read.axes(1, "axes", len(x))
     else:
         axes = [] if read.attributes.get("noop_with_empty_axes") else list(range(len(x)))
-    if axes is None:
-        return [None]
     is_kept = bool(read.attributes.get("keepdims", 1))
     return [[number(1) if i in axes else size for i, size in enumerate(x) if is_kept or i not in axes]]
 
 
-def _squeeze(read: Read) -> list[Sizes]:
+def _squeeze(read: NodeSizes) -> list[Sizes]:
     x = read.shape(0)
-    axes = None if x is None else read.axes(1, "axes", len(x))
-    return [None if x is None or axes is None else [size for i, size in enumerate(x) if i not in axes]]
+    axes = read.axes(1, "axes", len(x))
+    return [[size for i, size in enumerate(x) if i not in axes]]
 
 
-def _unsqueeze(read: Read) -> list[Sizes]:
-    x, y = read.shape(0), read.node.outputs[0]
-    axes = None if y.shape is None else read.axes(1, "axes", len(y.shape))
-    if x is None or y.shape is None or axes is None or len(y.shape) != len(x) + len({*axes}):
-        return [None]
+def _unsqueeze(read: NodeSizes) -> list[Sizes]:
+    x, rank = read.shape(0), len(_known(read.node.outputs[0].shape))
+    axes = read.axes(1, "axes", rank)
+    if rank != len(x) + len({*axes}):
+        return []
     sizes = iter(x)
-    return [[number(1) if i in axes else next(sizes) for i in range(len(y.shape))]]
+    return [[number(1) if i in axes else next(sizes) for i in range(rank)]]
 
 
-def _of_sizes(read: Read) -> list[Sizes]:
-    return [read.values(0)]
-
-
-def _range(read: Read) -> list[Sizes]:
-    start, limit, step = (values[0] if (values := read.values(i)) else None for i in range(3))
-    if start is None or limit is None or step is None or not step.number:
-        return [None]
+def _range(read: NodeSizes) -> list[Sizes]:
+    start, limit, step = (_known(next(iter(read.values(i)), None)) for i in range(3))
+    if not step.number:
+        return []
     return [[largest(number(0), ceiling((limit - start) * (1 / step.number)))]]
 
 
-def _top(read: Read) -> list[Sizes]:
+def _top(read: NodeSizes) -> list[Sizes]:
     x, k = read.shape(0), read.option(1, "k")
-    if x is None or not k:
-        return []
     axis = read.attributes.get("axis", -1) % len(x)
     return [[*x[:axis], k[0], *x[axis + 1 :]]] * 2
 
 
-def _one_hot(read: Read) -> list[Sizes]:
+def _one_hot(read: NodeSizes) -> list[Sizes]:
     x, depth = read.shape(0), read.values(1)
-    if x is None or not depth:
-        return [None]
     axis = read.attributes.get("axis", -1) % (len(x) + 1)
     return [[*x[:axis], depth[0], *x[axis:]]]
 
 
-def _depth_to_space(read: Read) -> list[Sizes]:
+def _depth_to_space(read: NodeSizes) -> list[Sizes]:
     x, block = read.shape(0), read.attributes["blocksize"]
-    if x is None or len(x) != 4:
-        return [None]
+    if len(x) != 4:
+        return []
     if read.node.op_type == "DepthToSpace":
         return [[x[0], quotient([x[1]], [number(block**2)]), x[2] * block, x[3] * block]]
     return [[x[0], x[1] * block**2, *(quotient([size], [number(block)]) for size in x[2:])]]
 
 
-RULES: dict[str, Callable[[Read], list[Sizes]]] = {
+RULES: dict[str, Callable[[NodeSizes], list[Sizes]]] = {
     **dict.fromkeys(ELEMENTWISE_OPERATORS, _elementwise),
     **dict.fromkeys([*POOLS, "Conv", "ConvInteger"], _windows),
     **dict.fromkeys(_REDUCTIONS, _reduction),
     "Concat": _concat,
-    "ConstantOfShape": _of_sizes,
+    "ConstantOfShape": lambda read: [read.values(0)],
     "ConvTranspose": _transposed_windows,
     "DepthToSpace": _depth_to_space,
-    "Expand": _expand,
+    "Expand": lambda read: [broadcast([read.shape(0), read.values(1)])],
     "Flatten": _flatten,
     "Gemm": _gemm,
     "MatMul": _matmul,
@@ -447,82 +424,50 @@ RULES: dict[str, Callable[[Read], list[Sizes]]] = {
 }
 
 
-def _shape_values(read: Read) -> list[Maybe] | None:
-    x = read.input(0)
-    if x is None or x.shape is None:
-        return None
-    dims = [None if not isinstance(d, int) and d.value is None else d for d in x.shape]
-    sizes = [None if d is None else read.facts.of(d if isinstance(d, int) else str(d.value)) for d in dims]
+def _shape_values(read: NodeSizes) -> list[Maybe]:
+    names = [dim if isinstance(dim, int) else dim.value for dim in _known(_known(read.input(0)).shape)]
+    sizes = [None if name is None else read.facts.of(name) for name in names]
     return sizes[read.attributes.get("start", 0) : read.attributes.get("end")]
 
 
-def _size_value(read: Read) -> list[Maybe] | None:
-    x = read.shape(0)
-    return None if x is None else [_volume(x)]
-
-
-def _same(read: Read) -> list[Maybe] | None:
+def _cast(read: NodeSizes) -> list[Maybe]:
+    """Take integers of another type, but not from floats, which round."""
+    to = read.attributes["to"] if read.node.op_type == "Cast" else _known(read.input(1)).dtype
+    if to not in (ir.DataType.INT64, ir.DataType.INT32):
+        raise Unknown
     return read.values(0)
 
 
-def _cast(read: Read) -> list[Maybe] | None:
-    """Take integers of another type, but not from floats, which round."""
-    return read.values(0) if read.attributes["to"] in (ir.DataType.INT64, ir.DataType.INT32) else None
-
-
-def _cast_like(read: Read) -> list[Maybe] | None:
-    like = read.input(1)
-    return (
-        read.values(0) if like is not None and like.dtype in (ir.DataType.INT64, ir.DataType.INT32) else None
-    )
-
-
-def _gathered(read: Read) -> list[Maybe] | None:
-    x, places = read.values(0), read.numbers(1)
-    if x is None or places is None or not all(-len(x) <= i < len(x) for i in places):
-        return None
-    return [x[i] for i in places]
-
-
-def _cut(read: Read) -> list[Maybe] | None:
+def _cut(read: NodeSizes) -> list[Maybe]:
     x = read.values(0)
     starts, ends = _numbers(read.option(1, "starts")), _numbers(read.option(2, "ends"))
     steps = read.numbers(4) if read.input(4) is not None else [1]
-    if x is None or starts is None or ends is None or not steps or len(starts) != 1:
-        return None
+    if len(starts) != 1:
+        raise Unknown
     return x[starts[0] : ends[0] : steps[0]]
 
 
-def _joined(read: Read) -> list[Maybe] | None:
+def _joined(read: NodeSizes) -> list[Maybe]:
     parts = [read.facts.values(x) for x in read.node.inputs]
     if None in parts:
         shapes = [None if x is None else read.facts.of_shape(x) for x in read.node.inputs]
-        lengths = [None if not shape else shape[0].number for shape in shapes]
-        if None in lengths:
-            return None
-        unknown: list[list[Maybe]] = [[None] * min(int(n or 0), 99) for n in lengths]
+        lengths = [_known(shape[0].number if shape else None) for shape in shapes]
+        unknown: list[list[Maybe]] = [[None] * min(int(n), 99) for n in lengths]
         parts = [gap if part is None else part for part, gap in zip(parts, unknown, strict=True)]
     return [x for part in parts for x in part or ()]
 
 
-def _each(function: Callable[..., Maybe]) -> Callable[[Read], list[Maybe] | None]:
+def _each(function: Callable[..., Maybe]) -> Callable[[NodeSizes], list[Maybe]]:
     """Return a rule that computes elements from those of vectors that broadcast."""
-
-    def rule(read: Read) -> list[Maybe] | None:
-        rows = _rows(read)
-        return None if rows is None else [None if None in row else function(*row) for row in rows]
-
-    return rule
+    return lambda read: [None if None in row else function(*row) for row in _rows(read)]
 
 
-def _rows(read: Read) -> list[tuple[Maybe, ...]] | None:
-    """Return the elements of a node's inputs in the same place, once these broadcast; None if they are unknown."""
-    known = [values for x in read.node.inputs if (values := read.facts.values(x)) is not None]
-    if len(known) < len(read.node.inputs) or not known:
-        return None
+def _rows(read: NodeSizes) -> list[tuple[Maybe, ...]]:
+    """Return the elements of a node's inputs in the same place, once these broadcast."""
+    known = list(map(read.values, range(len(read.node.inputs))))
     count = max(map(len, known))
     if any(len(x) not in (1, count) for x in known):
-        return None
+        raise Unknown
     return list(zip(*(x * count if len(x) == 1 else x for x in known), strict=True))
 
 
@@ -550,48 +495,41 @@ def _less(a: Formula, b: Formula) -> Maybe:
     return _truth(_is_positive(b - a), is_nonnegative(a - b))
 
 
-def _where(read: Read) -> list[Maybe] | None:
-    rows = _rows(read)
-    return None if rows is None else [_chosen(*row) for row in rows]
-
-
 def _chosen(condition: Maybe, x: Maybe, y: Maybe) -> Maybe:
     if x == y or (condition is not None and condition.number == 1):
         return x
     return y if condition is not None and condition.number == 0 else None
 
 
-def _filled(read: Read) -> list[Maybe] | None:
+def _filled(read: NodeSizes) -> list[Maybe]:
     count, fill = read.numbers(0), read.attributes.get("value")
-    if count is None or len(count) != 1 or not 0 <= count[0] <= 99 or (fill is not None and fill.size != 1):
-        return None
+    if len(count) != 1 or not 0 <= count[0] <= 99 or (fill is not None and fill.size != 1):
+        raise Unknown
     return [number(0 if fill is None else int(fill.numpy().item()))] * count[0]
 
 
-def _reduced(function: Callable[..., Formula]) -> Callable[[Read], list[Maybe] | None]:
-    def rule(read: Read) -> list[Maybe] | None:
-        x, at = read.values(0), read.input(0)
-        known = [each for each in x or () if each is not None]
-        if not x or len(known) < len(x) or at is None or at.shape is None or len(at.shape) != 1:
-            return None
+def _reduced(function: Callable[..., Formula]) -> Callable[[NodeSizes], list[Maybe]]:
+    def rule(read: NodeSizes) -> list[Maybe]:
+        known = list(map(_known, read.values(0)))
+        if not known or len(_known(_known(read.input(0)).shape)) != 1:
+            raise Unknown
         if read.attributes.get("noop_with_empty_axes") and read.input(1) is None:
-            return x
+            return [*known]
         return [function(*known)]
 
     return rule
 
 
-VALUES: dict[str, Callable[[Read], list[Maybe] | None]] = {
-    **dict.fromkeys(["Identity", "Reshape", "Squeeze", "Unsqueeze"], _same),
+VALUES: dict[str, Callable[[NodeSizes], list[Maybe]]] = {
+    **dict.fromkeys(["Identity", "Reshape", "Squeeze", "Unsqueeze"], lambda read: read.values(0)),
     "Abs": _each(lambda a: a if is_nonnegative(a) else None),
     "Add": _each(Formula.__add__),
-    "Cast": _cast,
-    "CastLike": _cast_like,
+    **dict.fromkeys(["Cast", "CastLike"], _cast),
     "Concat": _joined,
     "ConstantOfShape": _filled,
     "Div": _each(_divided),
     "Equal": _each(_equal),
-    "Gather": _gathered,
+    "Gather": lambda read: [read.values(0)[i] for i in read.numbers(1)],
     "Greater": _each(lambda a, b: _less(b, a)),
     "GreaterOrEqual": _each(lambda a, b: _less(b - 1, a)),
     "Less": _each(_less),
@@ -607,8 +545,8 @@ VALUES: dict[str, Callable[[Read], list[Maybe] | None]] = {
     "ReduceProd": _reduced(lambda *sizes: _volume(sizes)),
     "ReduceSum": _reduced(lambda *sizes: functools.reduce(Formula.__add__, sizes)),
     "Shape": _shape_values,
-    "Size": _size_value,
+    "Size": lambda read: [_volume(read.shape(0))],
     "Slice": _cut,
     "Sub": _each(Formula.__sub__),
-    "Where": _where,
+    "Where": lambda read: [_chosen(*row) for row in _rows(read)],
 }

@@ -9,13 +9,14 @@ of two sizes that broadcast against each other for the result.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import onnx_ir as ir
 
 from graphopt.graph.formulas import Formula, is_nonnegative, number, symbol
 from graphopt.graph.operators import full_attributes, schema_of
-from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read
+from graphopt.graph.size_rules import RULES, VALUES, Maybe, NodeSizes, Unknown
 from graphopt.graph.traversal import subgraphs, values_in
 from graphopt.graph.values import dims_of, size_name, size_names
 from graphopt.graph.values import fixed as fixed
@@ -140,7 +141,6 @@ class _Sizes:
         """Derive the sizes of a node's outputs from those of its inputs, and the elements of a short vector.
 
         Args:
-            node: the node.
             outside: names about which the node says nothing, because it may not run.
         """
         if node.domain or not node.outputs or (node.op_type not in RULES and node.op_type not in VALUES):
@@ -153,13 +153,15 @@ class _Sizes:
         is_new = node.op_type in RULES and any(map(self.is_open, size_names(node.outputs)))
         if not is_vector and not is_new and node.op_type != "Concat":
             return
-        read = Read(node, full_attributes(node, self._versions), version, self)
+        read = NodeSizes(node, full_attributes(node, self._versions), version, self)
         try:
-            if is_vector and (found := VALUES[node.op_type](read)) is not None and len(found) <= _MOST_VALUES:
-                self._values[node.outputs[0]] = found
-            if node.op_type in RULES:
-                for y, sizes in zip(node.outputs, RULES[node.op_type](read), strict=False):
-                    if y.shape is not None and sizes is not None and len(sizes) == len(y.shape):
+            with contextlib.suppress(Unknown):
+                if is_vector and len(found := VALUES[node.op_type](read)) <= _MOST_VALUES:
+                    self._values[node.outputs[0]] = found
+            with contextlib.suppress(Unknown):
+                derived = RULES[node.op_type](read) if node.op_type in RULES else []
+                for y, sizes in zip(node.outputs, derived, strict=False):
+                    if y.shape is not None and len(sizes) == len(y.shape):
                         for dim, formula in zip(y.shape, sizes, strict=True):
                             if name := size_name(dim):
                                 self._note(name, formula)

@@ -40,9 +40,8 @@ _PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
 Weights = dict[str, ir.TensorProtocol]
-WeightPlaces = dict[
-    str, tuple[MappedFile, int, int]
-]  # for a weight, its file, and its offset and length there
+# For a weight, its file, and its offset and length there
+WeightPlaces = dict[str, tuple[MappedFile, int, int]]
 
 # Exceptions of the onnx package for unreadable files, which depend on the format.
 _UNREADABLE = (

@@ -12,7 +12,7 @@ from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import STANDARD
 from graphopt.graph.storage import Content
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
-from graphopt.graph.values import is_read, node_label
+from graphopt.graph.values import is_read, may_be_alike, node_label
 
 _blocks: list[list[bool]] = []  # whether each `with` block checks, the innermost block last
 
@@ -147,23 +147,13 @@ def _check_types(model: ir.Model, name: str) -> None:
         for y, (type_, shape) in zip(node.outputs, inferred, strict=True):
             is_guess = node.op_type in _GUESSED
             if (y.type is not None and type_ is not None and y.type != type_) or (
-                not is_guess and not _are_compatible(y.shape, shape)
+                not is_guess and not may_be_alike(y.shape, shape)
             ):
                 found, expected = (f"{t}{s or ''}" for t, s in ((y.type, y.shape), (type_, shape)))
                 raise GraphoptError(
                     f"{name}: {node_label(node)}: expected the output {y.name!r} of {expected}, as ONNX infers, found "
                     f"{found}: declare what the node computes"
                 )
-
-
-def _are_compatible(one: ir.Shape | None, other: ir.Shape | None) -> bool:
-    """Return whether two shapes may be of one array."""
-    if one is None or other is None:
-        return True
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(
-        a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in pairs
-    )
 
 
 def check_remembered(what: str, remembered: ir.Model, anew: ir.Model) -> None:

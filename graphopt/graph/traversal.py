@@ -46,6 +46,11 @@ def wholes_of(model: ir.Model) -> list[ir.Graph | ir.Function]:
     return [model.graph, *model.functions.values()]
 
 
+def nodes_of(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of a model and its functions, also those in bodies."""
+    return (node for whole in wholes_of(model) for node in all_nodes(whole))
+
+
 def values_in(graph: ir.Graph) -> list[ir.Value]:
     """Return the inputs of a graph and the outputs of its nodes, without those in bodies."""
     return [*graph.inputs, *(y for node in graph for y in node.outputs)]
@@ -105,6 +110,18 @@ def ancestors(values: Iterable[ir.Value], known: Collection[ir.Node] = ()) -> se
             result.add(node)
             waiting.extend(values_read(node))
     return result
+
+
+def computed_from(values: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return some values, and all that they are computed from, including by bodies."""
+    found, waiting = set[ir.Value](), list(values)
+    while waiting:
+        x = waiting.pop()
+        if x not in found:
+            found.add(x)
+            node = x.producer()
+            waiting.extend(values_read(node) if node is not None else ())
+    return found
 
 
 def forward_nodes(model: ir.Model) -> set[ir.Node]:

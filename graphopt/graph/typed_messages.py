@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.graph.message_inference import graphs_in
+from graphopt.graph.message_inference import graphs_in, infer_message
 from graphopt.graph.storage import replace_nodes, without_weights
 from graphopt.graph.traversal import subgraphs, values_in
 
@@ -26,7 +26,6 @@ def message_for_inference(model: ir.Model, propagate: bool) -> onnx.ModelProto:
     """Return a message of a model in which ONNX's inference finds what it would not, and guesses nothing.
 
     Args:
-        model: the model.
         propagate: whether inference will propagate data.
     """
     message = without_weights(model)
@@ -132,6 +131,15 @@ def bodies_in(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Grap
         found = ([x.g for x in node.attribute if x.type == onnx.AttributeProto.GRAPH] for node in typed.node)
         for bodies, messages in zip(owners, filter(None, found), strict=True):
             yield from zip(bodies, messages, strict=True)
+
+
+def infer_types(model: ir.Model) -> None:
+    """Set the types and shapes that ONNX infers without data propagation.
+
+    Raises:
+        InferenceError, ValueError: what ONNX raises, `INFERENCE_ERRORS`. Nothing has changed.
+    """
+    take_types(model.graph, infer_message(message_for_inference(model, False)).graph)
 
 
 def take_types(graph: ir.Graph, typed: onnx.GraphProto) -> None:

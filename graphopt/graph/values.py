@@ -111,6 +111,15 @@ def size_names(values: Iterable[ir.Value]) -> set[str]:
     return {name for x in values for dim in x.shape or () if (name := size_name(dim))}
 
 
+def may_be_alike(a: ir.Shape | None, b: ir.Shape | None) -> bool:
+    """Return whether two shapes may be the same, as far as sizes are known."""
+    if a is None or b is None:
+        return True
+    return len(a) == len(b) and all(
+        m == n for m, n in zip(a, b, strict=True) if isinstance(m, int) and isinstance(n, int)
+    )
+
+
 def given(x: ir.Value | None) -> ir.Value:
     """Return an input that its operator requires."""
     if x is None:
@@ -176,6 +185,15 @@ def redirect(uses: Iterable[tuple[ir.Node, int]], other: ir.Value) -> None:
     """Make nodes read another value. Each use is a node and the number of its input."""
     for node, index in list(uses):
         node.replace_input_with(index, other)
+
+
+def constant_before(node: ir.Node, numbers: np.ndarray, name: str) -> ir.Value:
+    """Put a Constant before a node, and return its output, which is named after the node's."""
+    tensor = ir.tensor(numbers)
+    y = ir.val(f"{node.outputs[0].name}/{name}", tensor.dtype, tensor.shape.numpy())
+    if node.graph is not None:
+        node.graph.insert_before(node, ir.node("Constant", [], {"value": tensor}, outputs=[y]))
+    return y
 
 
 def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:

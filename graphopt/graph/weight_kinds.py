@@ -94,7 +94,6 @@ class WeightKind:
         """Return the moves that turn filters, or A or B of their shape, into a matrix [inputs, outputs] of each group.
 
         Args:
-            shape: the shape.
             groups: the groups of the convolution.
             up: whether it is that of B.
         """

@@ -33,7 +33,7 @@ from graphopt.graph.metadata import (
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
-from graphopt.graph.traversal import all_nodes, wholes_of
+from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
 from graphopt.inspection.random_inputs import SIZES, open_sizes
@@ -291,7 +291,7 @@ def _weights_by_kind(model: ir.Model) -> dict[str, list[_Row]]:
     """Return the weights by what becomes of them, such as trained, frozen or constant."""
     names = ("trains", "frozen", "tied", "buffer", "constant", "unsure")
     rows: dict[str, list[_Row]] = {name: [] for name in names}
-    for value, origin in _decided(model):
+    for value, origin in Origin.of_values(model):
         row = (name_of(value), type_of(value), elements([value]), origin.reason)
         if role_of(value) is Role.PARAMETER:
             rows["trains"].append(row)
@@ -314,16 +314,9 @@ def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:
     if EXPORTED_GRAPH.read(model.graph) is None:
         stops = "which weights are buffers, detach(), torch.no_grad()"
     yield f"not known  requires_grad=False, {stops} and the modes of modules: PyTorch's exporter did not write them"
-    if folded := sum(origin.kind is Kind.COMPUTED for _, origin in _decided(final)):
+    if folded := sum(origin.kind is Kind.COMPUTED for _, origin in Origin.of_values(final)):
         yield f"folded     {counted(folded, 'weight')} computed from others, in whose place they train"
     yield "to keep it graphopt.export(module, example), or torch.onnx.export(..., optimize=False) and parameters.freeze"
-
-
-def _decided(model: ir.Model) -> Iterator[tuple[ir.Value, Origin]]:
-    """Yield the initializers whose kinds are known, with the records of them."""
-    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
-        if (origin := Origin.read(value)) is not None:
-            yield value, origin
 
 
 def _way(value: ir.Value, origin: Origin) -> str:
@@ -395,8 +388,7 @@ def _advice(operator: BlockingOperator) -> Iterator[str]:
 
 def _operators(model: ir.Model) -> str:
     """Count operators, including those in functions and subgraphs."""
-    nodes = (node for whole in wholes_of(model) for node in all_nodes(whole))
-    counts = Counter(map(operator_of, nodes)).most_common()
+    counts = Counter(map(operator_of, nodes_of(model))).most_common()
     return ", ".join(f"{name} {count}" for name, count in counts if name != "Constant") or "none"
 
 

@@ -10,12 +10,11 @@ import onnx_ir as ir
 from graphopt.inspection.report import Report
 from graphopt.pipeline import Pipeline
 
-Run = Callable[
-    [ir.Model], Iterator[Mapping[str, np.ndarray]]
-]  # yields the outputs of a model on rows of data
+# Yields the outputs of a model on rows of data
+Predict = Callable[[ir.Model], Iterator[Mapping[str, np.ndarray]]]
 
 
-def sensitivity(result: Report, pipeline: Pipeline, run: Run) -> Iterator[str]:
+def sensitivity(result: Report, pipeline: Pipeline, run: Predict) -> Iterator[str]:
     """Yield a line for each product that `FakeQuantize` rounds, the most sensitive one first; none without the pass.
 
     The error is |y - r| / |y| over all floating-point outputs y of the model and r of the model in which the product

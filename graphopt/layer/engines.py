@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-Backward = Callable[
-    [OrtValues], OrtValues
-]  # returns the gradients for the gradients with respect to the results
+# Returns the gradients for the gradients with respect to the results
+Backward = Callable[[OrtValues], OrtValues]
 
 
 class Graphs:

@@ -35,9 +35,8 @@ class DeviceState:
 
     trained: dict[str, np.ndarray]  # the parameters
     untrained: dict[str, np.ndarray]  # running statistics and counters
-    moments: dict[str, list[np.ndarray]] = field(
-        default_factory=dict
-    )  # by parameter, as the optimizer has them
+    # By parameter, as the optimizer has them
+    moments: dict[str, list[np.ndarray]] = field(default_factory=dict)
     steps: int | None = None  # that the optimizer has done; None if the checkpoint does not say
 
 

@@ -22,7 +22,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import ROLE, RUNTIME, original_name
 from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
+from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET, check_training_version
 from graphopt.graph.roles import (
     STATE,
     TRAINING_RUNTIME,
@@ -112,13 +112,8 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
         for name, step in pipeline.items()
     }
     model = Pipeline(**rest).with_rules(pipeline.rules)(model)
-    version = model.opset_imports[""]
-    if version > ORT_TRAINING_OPSET or model.ir_version > ORT_TRAINING_IR_VERSION:
-        raise GraphoptError(
-            f"on-device artifacts: expected a model of opset {ORT_TRAINING_OPSET} and IR version "
-            f"{ORT_TRAINING_IR_VERSION} or older, found {version} and {model.ir_version}, which onnxruntime-training "
-            f"cannot load: export the model with an older opset"
-        )
+    advice = ", which onnxruntime-training cannot load: export the model with an older opset"
+    check_training_version(model, "on-device artifacts", advice)
     with detached(model):
         for value in with_role(model, Role.HYPERPARAMETER):  # which a device's program does not feed
             demote(model, value)

@@ -151,10 +151,6 @@ class Device(DeviceOptions):
         """
         return self.machine.open(content, options, disabled_optimizers, captures=captures)
 
-    def not_started(self, reason: Exception | None = None) -> GraphoptError:
-        """Return the error for a provider that does not start, or lacks memory."""
-        return self.machine.not_started(reason)
-
 
 _OPTIONS = dataclasses.fields(DeviceOptions)
 

@@ -38,9 +38,8 @@ from graphopt.runtime.state_buffers import Copies, StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
 _SETTABLE = ("learning_rate", "properties", "state")
-_FUNCTIONS = {name: name for name in ("evaluate", "fit", "predict")} | {
-    "train": "fit"
-}  # of an executor and data
+# Of an executor and data
+_FUNCTIONS = {name: name for name in ("evaluate", "fit", "predict")} | {"train": "fit"}
 _BATCHES = "graphopt.batches"  # properties of checkpoints
 _SETTER = "update_state({name: array})"
 _BASE = "graphopt.base"  # of adapters: a digest of the weights beside which they train
@@ -226,11 +225,7 @@ class ExecutorState(Checked):
         else:
             packed = any(note.quantized for _, note in adapted(self._model)) and (quantized or not is_fake)
             trained = inference.trained_parts(
-                self._model,
-                self.state,
-                outputs,
-                adapters="kept" if packed else "merged",
-                quantized=quantized,
+                self._model, self.state, outputs, adapters="kept" if packed else "merged", quantized=quantized
             )
         if into is not None and self.labels is not None:
             set_labels(trained.proto, self.labels)

@@ -44,13 +44,7 @@ from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, buffer, overwrite
 from graphopt.runtime.translation import Sample, Translation
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
-from graphopt.targets.native.lowering import (
-    Lowered,
-    kept_kernels,
-    lacks_parts,
-    lower_to_kernels,
-    threads_of,
-)
+from graphopt.targets.native.lowering import Lowered, kept_kernels, lacks_parts, lower_to_kernels, threads_of
 from graphopt.targets.native.toolchain import logger
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME

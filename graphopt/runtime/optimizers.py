@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from graphopt.graph.traversal import all_nodes, subgraphs
+from graphopt.graph.traversal import nodes_of, subgraphs
 from graphopt.runtime.device import Device
 
 # It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (tests/faults.py: DivMulFusion).
@@ -27,8 +27,7 @@ def disabled_optimizers(device: Device, model: ir.Model) -> list[str]:
     disabled = [_UNSAFE, *device.machine.slow_optimizers]
     if any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs):
         disabled.append(_UNSAFE_IN_DOUBLE)
-    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    if any(node.op_type == "Range" for graph in graphs for node in all_nodes(graph)):
+    if any(node.op_type == "Range" for node in nodes_of(model)):
         disabled.append(_UNSAFE_IN_RANGES)
     if has_nested_choices(model):
         disabled.append(_UNSAFE_IN_CHOICES)
@@ -40,8 +39,7 @@ def has_nested_choices(model: ir.Model) -> bool:
 
     Which conditions the runtime finds to be constant is not known.
     """
-    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    choices = [node for graph in graphs for node in all_nodes(graph) if node.op_type == "If"]
+    choices = [node for node in nodes_of(model) if node.op_type == "If"]
     inner = (x for choice in choices for x in _in_branches(model, choice) if x.op_type == "If")
     return any(subgraphs(x) for choice in inner for x in _in_branches(model, choice))
 

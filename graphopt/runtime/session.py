@@ -81,7 +81,7 @@ class Session:
             raise _refusal(device, model, error) from error
         self._options = device.ort.RunOptions()
         if device.execution_provider not in self.ort.get_providers():
-            raise device.not_started()
+            raise device.machine.not_started()
         self._all_inputs = [x.name for x in self.ort.get_inputs()]
         self.inputs = [name for name in self._all_inputs if name not in weights]
         self.outputs = [y.name for y in self.ort.get_outputs()]

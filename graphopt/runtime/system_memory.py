@@ -42,12 +42,7 @@ def bytes_of_size(text: object) -> int:
 
 
 def check_room(needed: float, size: str | None, what: str) -> None:
-    """Raise `NoRoom` unless the machine, the control groups and the option `memory` have room for something.
-
-    Args:
-        size: the option.
-        what: what needs the memory.
-    """
+    """Raise `NoRoom` unless the machine, the control groups and the option `memory` have room for something."""
     left = available() if size is None else min(available(), bytes_of_size(size) - taken())
     if needed > left:
         left = max(0.0, left)

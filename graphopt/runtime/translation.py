@@ -19,7 +19,7 @@ from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.checks.rows import some_tokens
-from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, allowed_error, norm_of
 from graphopt.runtime.checks.verdicts import (
     LARGEST_REPRODUCER,
     ROOM,
@@ -39,8 +39,6 @@ from graphopt.targets.native.attention import switch_of_attention
 
 COMPARED_STEPS = 2  # of a call of several
 NOISY_STEPS = 8  # to see how much of a difference is rounding
-MOST_ROUNDINGS = 1000  # by which numbers of float32 may differ
-MOST_NARROW_ROUNDINGS = 30  # and those of 16 bits, or of products of lower precision
 LARGEST_STATE = 2**28  # bytes of a state that another process reads
 
 
@@ -171,7 +169,7 @@ class Translation:
             finally:
                 attends_to_many.value = 0
             errors = {name: max(error, others[name]) for name, error in errors.items()}
-        limit = (MOST_NARROW_ROUNDINGS if self._unit > 1e-6 else MOST_ROUNDINGS) * self._unit
+        limit = allowed_error(self._unit)
         if max(errors.values(), default=0.0) <= limit:
             return ""
         errors = self._beyond_rounding(errors, limit, expected, state, data)
@@ -273,9 +271,7 @@ class Translation:
         library, device = form.library and form.library.name, self._device
         facts = (device.ort.__version__, device.execution_provider, device.threads)
         return digest_of(
-            [form.model, self._plain],
-            [Path(__file__)],
-            (library, list(form.shared), self._several, *facts),
+            [form.model, self._plain], [Path(__file__)], (library, list(form.shared), self._several, *facts)
         )
 
     def _reported(self, form: BoundSession, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS
-from graphopt.graph.traversal import values_read
+from graphopt.graph.traversal import computed_from
 from graphopt.graph.values import constant_of, is_number, is_static, like
 
 _HALVES: tuple[ir.DataType | None, ...] = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -108,30 +108,18 @@ def _join_in(model: ir.Model, graph: ir.Graph, groups: Iterable[_Group]) -> bool
 def _independent(group: _Group) -> _Group:
     """Return outputs of a group none of which is computed from another one, so that one vector can hold them."""
     results = {y for y, _ in group}
-    if results.isdisjoint(_computed_from(x for y, formula in group for x in formula.places if x is not y)):
+    if results.isdisjoint(computed_from(x for y, formula in group for x in formula.places if x is not y)):
         return group
     part: _Group = []
     taken: set[ir.Value] = set()
     needed: set[ir.Value] = set()
     for y, formula in group:
-        needs = _computed_from(x for x in formula.places if x is not y)
+        needs = computed_from(x for x in formula.places if x is not y)
         if y not in needed and taken.isdisjoint(needs):
             part.append((y, formula))
             taken.add(y)
             needed |= needs
     return part
-
-
-def _computed_from(values: Iterable[ir.Value]) -> set[ir.Value]:
-    """Return some values, and all that they are computed from, including by bodies."""
-    found, waiting = set[ir.Value](), list(values)
-    while waiting:
-        x = waiting.pop()
-        if x not in found:
-            found.add(x)
-            node = x.producer()
-            waiting.extend(values_read(node) if node is not None else ())
-    return found
 
 
 def _join(op: Emitter, group: _Group) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.memory import base_of
 from graphopt.graph.metadata import IN_BLOCKS
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MATRIX_PRODUCTS
 from graphopt.graph.rewriting import remove_unused_nodes
@@ -70,7 +71,7 @@ class ScanParts:
     def sequence_of(self, x: ir.Value) -> ScanRows | None:
         """Return the sequence whose row is `x`, or None."""
         rows = (rows for rows in (*self.inputs, *self.outputs) if rows.axis == 0)
-        return next((each for each in rows if _skip_identities(each.row) is x), None)
+        return next((each for each in rows if base_of(each.row, {"Identity"}) is x), None)
 
     def add_output(self, x: ir.Value, direction: int) -> ScanRows:
         """Add `x` as a scan output."""
@@ -176,7 +177,7 @@ def hoist_weight_gradients(op: Emitter, steps: ScanParts) -> bool:
 
 def _accumulated_product(body: ir.Graph, state: _State) -> ir.Node | None:
     """Return the product a' b that the step only adds to a state, or None."""
-    add = _skip_identities(state.after).producer()
+    add = base_of(state.after, {"Identity"}).producer()
     if add is None or add.op_type != "Add" or [user for user, _ in state.before.uses()] != [add]:
         return None
     product = next((x for x in add.inputs if x is not None and x is not state.before), None)
@@ -187,15 +188,6 @@ def _accumulated_product(body: ir.Graph, state: _State) -> ir.Node | None:
     plain = flags == [1, 0] and gemm.attributes.get_float("alpha", 1.0) == 1.0
     inside = {*body.inputs, *(y for node in body for y in node.outputs)}
     return gemm if plain and len(product.uses()) == 1 and inside.issuperset(gemm.inputs) else None
-
-
-def _skip_identities(value: ir.Value) -> ir.Value:
-    """Return the value that a chain of Identity nodes copies."""
-    while (
-        (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0] is not None
-    ):
-        value = node.inputs[0]
-    return value
 
 
 @_rewriting_scans

@@ -94,7 +94,6 @@ def trains_as_the_reference(
 
     Args:
         step: the training graph.
-        batch: a batch.
         rounding: the largest error, relative to the largest number of an array.
         native: compute by compiled kernels, not by those of ONNX Runtime.
         steps: how many.
@@ -150,7 +149,6 @@ def keeps_the_interface(step: ir.Model, model: Source, batch: Mapping[str, np.nd
     Args:
         step: the training graph.
         model: the model of which it was made.
-        batch: a batch.
     """
     executor, source = Executor(step, native=False, threads=1), load(model)
     executor.step(batch)
@@ -173,7 +171,6 @@ def trains_as_torch(
 
     Args:
         step: a training graph that reports its gradients, by `passes.ReportGradients`.
-        batch: a batch.
         twin: a function that returns PyTorch's optimizer of a list of parameters.
     """
     import torch
@@ -199,7 +196,6 @@ def agrees_with_torch(
     """Raise an error unless a model's outputs and gradients are those of a function of PyTorch's tensors, in float64.
 
     Args:
-        model: the model.
         inputs: arrays by the names of its inputs.
         twin: the function. It takes a tensor for each input, and returns the model's first output or a tuple of its
             outputs; those that it leaves out are not compared.
@@ -245,7 +241,6 @@ def is_proved(model: Source, inputs: Mapping[str, np.ndarray], **options: Any) -
     """Raise an error unless a model's gradients are proved by finite differences, some of which are not 0.
 
     Args:
-        model: the model.
         inputs: arrays by the names of its inputs.
         options: those of `graphopt.testing.prove`.
     """
@@ -263,7 +258,6 @@ def agrees_alone(model: Source, inputs: Mapping[str, np.ndarray]) -> None:
     """Raise an error unless the gradient of each input is the same where no other input needs one.
 
     Args:
-        model: the model.
         inputs: arrays by the names of its inputs.
     """
     point = in_types(load(model), inputs)
@@ -280,7 +274,6 @@ def loss_model(loss: Pass, kind: tuple[ir.DataType, Sequence[int | str]]) -> ir.
     """Return the model of a loss alone, which takes the prediction and the target, and returns the loss.
 
     Args:
-        loss: the loss.
         kind: the element type and the shape of the prediction.
     """
     dtype, shape = kind
@@ -300,7 +293,6 @@ def adds_over_rows(loss: Loss, kind: tuple[ir.DataType, Sequence[int | str]], ba
     A column that meets a vector makes a square of them, in which each row meets all others.
 
     Args:
-        loss: the loss.
         kind: the element type and the shape of the prediction.
         batch: predictions `x`, and targets by their names.
     """
@@ -335,10 +327,7 @@ def survives_a_file(pipeline: Pipeline, model: Source, step: str, batch: Mapping
     """Raise an error unless a model that is saved after a step, and read again, trains as the one that is not saved.
 
     Args:
-        pipeline: the pipeline.
-        model: the model.
         step: the name of the step.
-        batch: a batch.
     """
     with tempfile.TemporaryDirectory() as folder:
         save(pipeline.until(step)(model), Path(folder, "model.onnx"))

@@ -28,7 +28,7 @@ from graphopt.arguments import Checked
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.fields import check_options
-from graphopt.files import WritePath, json_of, making, read_file, read_regular, write
+from graphopt.files import WritePath, json_of, making, read_file, read_regular, write, write_durably
 from graphopt.intervals import within
 from graphopt.runtime.checkpoint import state_bytes
 
@@ -267,10 +267,7 @@ class Checkpoints(Checked):
         try:
             temporary.mkdir(parents=True)
             for file_name, content in contents.items():
-                with open(temporary / file_name, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_durably(temporary / file_name, content)
             _flush(temporary)
             _replace_folder(temporary, target)
             _flush(self._folder)

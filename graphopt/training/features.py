@@ -66,9 +66,8 @@ class FrozenLayers:
         fed = data.feeding(list(inputs))
         batches = Batches(Dataset({name: fed[name] for name in inputs}), inputs, allow_nan=allow_nan)
         outputs = [name_of(y) for y in self._frozen.graph.outputs]
-        lock = (
-            self._whole.device_options.machine.lock or threading.Lock()
-        )  # a batch may be read in another thread
+        # A batch may be read in another thread
+        lock = self._whole.device_options.machine.lock or threading.Lock()
         cache = _Cache(self._session, batches, outputs, batch_size, lock)
         others = {name: x for name, x in fed.items() if name not in inputs or name in self.executor.inputs}
         return Dataset(

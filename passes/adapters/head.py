@@ -72,6 +72,7 @@ class Head(Pass):
     scale: float = within("(0, inf)", 1.0)
 
     follows: ClassVar[bool] = True
+    changes_forward = True
 
     @property
     def learns(self) -> bool:
@@ -92,9 +93,6 @@ class Head(Pass):
         scale = max(float(deviation.sum()) / SPREAD, float(np.sqrt(np.square(deviation).mean())))
         center = (0.0,) if self.grow else tuple(moments.mean.tolist())
         return replace(found, center=center, scale=scale or 1.0)
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         if self.classes is None:

@@ -63,9 +63,7 @@ class LoadedLoRA(Pass):
     names: Names = None
     dropout: float = within("[0, 1)", 0.0)
     leave_out: Pattern = field(default=None, kw_only=True)
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass()(model)

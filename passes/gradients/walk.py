@@ -325,8 +325,7 @@ def expansion(*op_types: str) -> Callable[[Callable[..., Sequence[ir.Value]]], R
             active: Active,
             **named: object,
         ) -> Gradients:
-            graph = node.graph
-            assert isinstance(graph, ir.Graph)
+            graph = op.graph
             start = len(graph)
             outputs = function(op, *inputs, **accepted(function, named | {"node": node}))
             part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)

@@ -16,7 +16,7 @@ from graphopt.graph.authored import call, floating
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read, retire
 from graphopt.graph.roles import Role, role_of, set_role, with_role
-from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.traversal import computed_from
 from graphopt.graph.values import is_floating, name_of, tensor_type
 from graphopt.intervals import within
 from passes.augment import share_of_others
@@ -96,6 +96,7 @@ class Losses(Pass):
 
     losses: Mapping[str, Loss]
     weights: Mapping[str, float] = within("(-inf, inf)", dict)
+    changes_forward = True
 
     @property
     def learns(self) -> bool:
@@ -105,9 +106,6 @@ class Losses(Pass):
         learning = {y: replace(loss, output=y) for y, loss in self.losses.items() if loss.learns}
         adapted = {y: loss.adapted(model, read, f"target_{y}") for y, loss in learning.items()}
         return replace(self, losses={**self.losses, **adapted})
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         for name, loss in self.losses.items():
@@ -164,9 +162,7 @@ class OwnLoss(Pass):
     sample_weight: str | None = field(default=None, kw_only=True)
 
     task: ClassVar[str] = "regression"
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
+    changes_forward = True
 
     def rewrite(self, model: ir.Model) -> None:
         if share_of_others(model) is not None:
@@ -185,7 +181,7 @@ class OwnLoss(Pass):
                 f"{', '.join(inputs)}"
             )
         results = with_role(model, Role.PREDICTION, Role.SOURCE)
-        needed = {*results, *(x for node in ancestors(results) for x in values_read(node))}
+        needed = computed_from(results)
         for name, x in inputs.items():
             if name == self.sample_weight:
                 set_role(x, Role.SAMPLE_WEIGHT)

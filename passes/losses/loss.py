@@ -53,6 +53,7 @@ class Loss(Pass):
     sample_weight: bool = field(default=False, kw_only=True)
 
     task: ClassVar[str] = "regression"
+    changes_forward = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,9 +62,6 @@ class Loss(Pass):
 
     def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
         return self
-
-    def requires(self, model: ir.Model) -> None:
-        self.precedes_gradient(model)
 
     @final
     def rewrite(self, model: ir.Model) -> None:

@@ -170,9 +170,8 @@ class ORPO(PairedPreference):
     counts_prompts: ClassVar[bool] = True
 
     def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
-        inside = op.Greater(
-            op.CumSum(counts, op.constant(1), reverse=1), 0.0
-        )  # up to the end of the completion
+        # Up to the end of the completion
+        inside = op.Greater(op.CumSum(counts, op.constant(1), reverse=1), 0.0)
         inside = present * op.Cast(inside, to=present.dtype)
         return [mean(op, tokens * counts, counts), total(op, tokens * inside), total(op, inside)]
 

@@ -41,7 +41,6 @@ def lower_operators(op: Emitter, graph: ir.Graph, is_last: bool = True) -> None:
 
     Args:
         op: the emitter of the graph's model.
-        graph: the graph.
         is_last: whether an input without a type or a rank is an error. If not, such a node waits: the shapes of a whole
             model tell more than those of one node after the other.
     """

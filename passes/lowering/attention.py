@@ -346,9 +346,8 @@ def rotary_embedding_of_three(
     return y if rank(x) == 4 else merge_heads(op, y, static_size(x, -1))
 
 
-_BETWEEN = (
-    ARITHMETIC | VIEWS | {"Cast", "Clip", "Dropout", "Tanh", "Where"}
-)  # product and softmax, or softmax and product
+# Product and softmax, or softmax and product
+_BETWEEN = ARITHMETIC | VIEWS | {"Cast", "Clip", "Dropout", "Tanh", "Where"}
 
 
 def mark_scores(graph: ir.Graph) -> None:

@@ -75,11 +75,8 @@ class AdamW(Adam):
 
     def kernel(self) -> Kernel:
         moments = {"alpha": self.beta1, "beta": self.beta2, "epsilon": self.epsilon}
-        return "AdamWOptimizer", {
-            **moments,
-            "weight_decay": self.weight_decay,
-            "adam_mode": 0,
-        }  # as in PyTorch
+        # Mode 0 is as in PyTorch
+        return "AdamWOptimizer", {**moments, "weight_decay": self.weight_decay, "adam_mode": 0}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from graphopt.graph.authored import ask, call, floating, name_of_method, several
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ADDS_ONE, InferenceForm
 from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.rewriting import Pass, Pattern, no_match, selects
 from graphopt.graph.roles import Role, needs_training_runtime, updated, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.traversal import ancestors
@@ -192,12 +192,10 @@ class Optimizer(Pass):
                 raise GraphoptError(
                     f"{type(self).__name__}: groups: expected passes.Group(pattern, ...), found {kind_of(group)}"
                 )
+            place = f"{type(self).__name__}: groups: pattern"
             if not any(selects(group.pattern, parameter) for parameter in parameters.values()):
-                raise GraphoptError(
-                    f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
-                    f"{', '.join(map(name_of, parameters.values()))}"
-                )
-            warn_of_parts(f"{type(self).__name__}: groups: pattern", group.pattern, parameters.values())
+                raise no_match(f"{place} {group.pattern!r}", "parameter", map(name_of, parameters.values()))
+            warn_of_parts(place, group.pattern, parameters.values())
         for gradient in gradients:
             model.graph.outputs.remove(gradient)
         types = {wide_type(p) for p in parameters.values()}

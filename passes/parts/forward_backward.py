@@ -9,10 +9,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MICROSOFT, VIEWS
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import (
-    name_of,
-    seed_of,
-)
+from graphopt.graph.values import name_of, seed_of
 from passes.parts import extract_part, remove_unused_inputs
 
 # Operators that only rearrange or convert elements: recomputed from their inputs instead of saved.

@@ -35,9 +35,8 @@ from passes.weights.zeros import ZEROS_STAY
 FOLDED_FROM = Text("pkg.onnxscript.optimizer.folded_from")
 _KIND = Text("pkg.torch.export.graph_signature.InputSpec.kind")
 _PLACEHOLDER = Text("pkg.torch.onnx.original_node_name")
-_SCOPES = Text(
-    "pkg.torch.onnx.name_scopes"
-)  # of a node: the modules around it, from the outermost, and its call
+# Of a node: the modules around it, from the outermost, and its call
+_SCOPES = Text("pkg.torch.onnx.name_scopes")
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 

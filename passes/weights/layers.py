@@ -24,7 +24,6 @@ def warn_of_parts(place: str, pattern: Pattern, values: Iterable[ir.Value]) -> N
 
     Args:
         place: the option that has the pattern.
-        pattern: the pattern.
         values: the weights and biases that it can select.
     """
     values = list(values)

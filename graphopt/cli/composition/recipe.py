@@ -41,6 +41,7 @@ from graphopt.data import Columns, Dataset
 from graphopt.data.foreign import as_dataset, relabelled
 from graphopt.data.language.tokenizer import tokenizer_beside
 from graphopt.data.loader import Rows, hold_out
+from graphopt.derivatives import derive
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
@@ -114,12 +115,7 @@ class Recipe:
     """
 
     def __init__(
-        self,
-        config: DictConfig,
-        choices: Mapping[str, str],
-        command_line: CommandLine,
-        *,
-        reads: bool = True,
+        self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine, *, reads: bool = True
     ) -> None:
         self.choices = choices
         self._trained: Path | None = None
@@ -401,6 +397,10 @@ class Recipe:
         if not with_role(step := pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return self._with_columns(step)
+
+    def derived(self) -> ir.Model:
+        """Return the model with the derivatives of its output that the recipe asks for."""
+        return derive(self.model(), self._build("derive"))
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""

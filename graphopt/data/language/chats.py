@@ -148,10 +148,7 @@ def _answers(chat: Message) -> list[tuple[dict[str, object], dict[str, object]]]
     if PROMPT in chat:
         places = [(len(chat[PROMPT]), len(messages))]
     return [
-        (
-            _request(messages[:start], True, chat),
-            _request(messages[:end], False, chat),
-        )
+        (_request(messages[:start], True, chat), _request(messages[:end], False, chat))
         for start, end in places
     ]
 

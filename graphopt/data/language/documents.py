@@ -209,10 +209,7 @@ def _with_end(tokens: np.ndarray, vocabulary: Tokenizer) -> np.ndarray:
 
 
 def _tokenized_examples(
-    items: Sequence[tuple[int, Message]],
-    vocabulary: Tokenizer,
-    completion_only: bool,
-    template: Path | None,
+    items: Sequence[tuple[int, Message]], vocabulary: Tokenizer, completion_only: bool, template: Path | None
 ) -> Tokenized:
     """Return prompts with their completions, or chats, and which tokens the model is to write."""
     plain = [(line, item) for line, item in items if isinstance(item.get(PROMPT), str)]

@@ -18,8 +18,7 @@ from graphopt.arguments import Checked
 from graphopt.data.files import imported, reading
 from graphopt.data.language.confined import answer
 from graphopt.errors import GraphoptError, kind_of, naming
-from graphopt.files import json_of, read_file
-from graphopt.graph.model_folders import CONFIG, place_of
+from graphopt.graph.model_folders import CONFIG, config_in, place_of
 
 CHARACTERS = string.printable
 OF_CHARACTERS = "characters"  # the name of the tokenizer of characters
@@ -39,9 +38,8 @@ _WHOLE = f"a tokenizer ({FILE}) of the package tokenizers"
 BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a model or a tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]  # tokens, and where each starts and ends in its text
-Row = tuple[
-    np.ndarray, np.ndarray, bool
-]  # tokens, the number of the text of each, and whether some are cut off
+# Tokens, the number of the text of each, and whether some are cut off
+Row = tuple[np.ndarray, np.ndarray, bool]
 
 
 class Vocabulary(Checked):
@@ -295,10 +293,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with reading(path, "an object in JSON"):
-        found = json_of(read_file(path.resolve(), _MOST_BYTES), str(path))
-    if not isinstance(found, dict):
-        raise GraphoptError(f"{path}: expected an object in JSON, found {kind_of(found)}")
-    return found
+        return config_in(path, _MOST_BYTES)
 
 
 def _text_of(token: object) -> str | None:

@@ -17,17 +17,15 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import original_name
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.provenance import Provenance
-from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.roles import STATE, Role, outputs_of_model, with_role
 from graphopt.graph.traversal import extracted_model
 from graphopt.graph.values import given as given_of
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.findings import Finding
-from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, allowed_error, norm_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
-MOST_ROUNDINGS = 1000  # of the predictions' norm, by which those of float32 may differ
-MOST_NARROW_ROUNDINGS = 30  # of those of 16 bits
 PART = 2**22  # numbers that are compared at once
 NOISY_RUNS = 4  # of the training graph, to see how much of a difference is rounding
 OWN_PACKAGES = ("passes", "graphopt")
@@ -113,7 +111,12 @@ def _compared(
     trains = {node.op_type for node in nodes if _is_in_training(node)}
     if "Dropout" in trains:
         raise GraphoptError("the file has Dropout in training mode, which draws random numbers")
-    part = _in_training(model) if trains else _in_inference(model)
+    outputs = outputs_of_model(model)
+    if trains:
+        part = extracted_model(model, list(model.graph.inputs), outputs)
+    else:
+        part = inference.extract(model, outputs)
+        dequantize_late(part)
     own_names = {original_name(y): name_of(y) for y in part.graph.outputs}
     is_loss = not with_role(model, Role.PREDICTION, Role.SOURCE)
     if is_loss and with_role(model, Role.METRIC):
@@ -143,7 +146,8 @@ def _compared(
     types = [y.dtype for node in part.graph.all_nodes() for y in node.outputs if y.dtype]
     units = [ROUNDINGS.get(dtype, 2.0**-52) for dtype in types]
     unit = max(
-        [ROUNDINGS.get(_type_of(x), 2.0**-23) for x in expected.values()] + [u for u in units if u <= 2.0**-7]
+        [ROUNDINGS.get(ir.DataType.from_numpy(np.asarray(x).dtype), 2.0**-23) for x in expected.values()]
+        + [u for u in units if u <= 2.0**-7]
     )
     findings = []
     for name, x in expected.items():
@@ -184,7 +188,7 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterat
     same, (*norms, off), numbers = compared(x, y)
     scale = max(*norms, 1e-300)
     off /= scale
-    limit = unit * (MOST_ROUNDINGS if unit < 1e-6 else MOST_NARROW_ROUNDINGS)
+    limit = allowed_error(unit)  # relative to the norm of the predictions
     if not same or off > limit:
         for other in noisy:
             noise = compared(other, y)[1][-1] / scale
@@ -220,21 +224,6 @@ def _off_ties(device: Device, part: ir.Model, given: Arrays, unit: float) -> Ite
         yield Session(device, part).compute_arrays(given)
 
 
-def _outputs(model: ir.Model) -> list[ir.Value]:
-    """Return the outputs of the file that a training graph has: its loss if the file computes it itself."""
-    return with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
-
-
-def _in_inference(model: ir.Model) -> ir.Model:
-    part = inference.extract(model, _outputs(model))
-    dequantize_late(part)
-    return part
-
-
-def _in_training(model: ir.Model) -> ir.Model:
-    return extracted_model(model, list(model.graph.inputs), _outputs(model))
-
-
 def _is_in_training(node: onnx.NodeProto) -> bool:
     """Return whether a node of a file behaves as in training; of a Dropout, whether its mode is an input."""
     if node.op_type == "Dropout":
@@ -249,7 +238,3 @@ def _typed(x: np.ndarray, kind: str) -> np.ndarray:
     if name == "bfloat16":
         return x
     return x.astype(names.get(name, name)) if name != "string" else x
-
-
-def _type_of(x: np.ndarray) -> ir.DataType:
-    return ir.DataType.from_numpy(np.asarray(x).dtype)

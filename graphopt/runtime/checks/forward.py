@@ -17,8 +17,15 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, OWNER, STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import DRAWING, SHAPE_READERS, STEP_FUNCTIONS
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.traversal import all_nodes, ancestors, extracted_model, subgraphs, values_read
-from graphopt.graph.values import constant_of, given, is_floating, name_of, producer_of
+from graphopt.graph.traversal import (
+    all_nodes,
+    ancestors,
+    computed_from,
+    extracted_model,
+    subgraphs,
+    values_read,
+)
+from graphopt.graph.values import constant_of, given, is_floating, name_of, producer_of, redirect
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
@@ -85,7 +92,7 @@ def forward_of(plain: ir.Model) -> LossFunction:
         if x.name in known and owner in names:
             forward.moved.setdefault(owner, []).append(name_of(x))
     for reason, nodes in surrogates.items():
-        before = {x for node in ancestors(y for n in nodes for y in n.outputs) for x in values_read(node)}
+        before = computed_from(y for node in nodes for y in node.outputs)
         forward.unchecked |= {name_of(x): reason for x in parameters if x in before}
     return forward
 
@@ -173,8 +180,7 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
             base = STOP_GRADIENT.mark(op.Identity(y))
             smooth = base + (passed - held)
             smooth.shape, smooth.type = y.shape, y.type
-            for user, index in uses:
-                user.replace_input_with(index, smooth)
+            redirect(uses, smooth)
             quantizers.add(quantizer)
     model.graph.sort()
     return stopped | {

@@ -75,6 +75,11 @@ class Slope:
     verdict: Verdict
 
 
+def allowed_error(unit: float) -> float:
+    """Return by how much numbers computed in two ways may differ, with the rounding of 16 bits or of float32."""
+    return (30 if unit > 1e-6 else 1000) * unit
+
+
 def wide(x: np.ndarray) -> np.ndarray:
     """Return an array in 32 bits or more."""
     return x if x.dtype.itemsize >= 4 else x.astype(np.float32)

@@ -27,9 +27,8 @@ from graphopt.targets.native.toolchain import processor
 _T = TypeVar("_T")
 
 ROOM = "steps"  # of the cache
-LARGEST_REPRODUCER = (
-    2**26
-)  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
+# Bytes of inputs and constants that a reproducer has, and of weights that become noisy
+LARGEST_REPRODUCER = 2**26
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.files import read_regular, replacing
+from graphopt.files import read_regular, replacing, write_durably
 
 _PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
 _MODULES = ("arguments", "errors", "fields", "files", "intervals", "pipeline")
@@ -69,10 +69,8 @@ def write_cached(name: str, content: bytes, room: str = "native", mode: int = 0o
     for target, data in ((path, content), (path.with_name(name + SUM), _sum(content))):
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
-        with replacing(target, mode) as temporary, Path(temporary).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(target, mode) as temporary:
+            write_durably(temporary, data)
     return path
 
 

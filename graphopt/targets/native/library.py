@@ -12,10 +12,8 @@ MOST_AXES = 4  # of the operands of a matrix product
 FEW_FILTERS = 5  # of a group of a convolution: fewer fill too little of a vector
 
 _CALLS, _CLUSTERS = "calls.h", "functions.h"  # the headers of products and convolutions, and of clusters
-_ATTENTION, _CONVOLUTION = (
-    "attention",
-    "convolution",
-)  # headers that define these functions, each also products
+# Headers that define these functions, each also products
+_ATTENTION, _CONVOLUTION = ("attention", "convolution")
 _FEW = 4  # kernels, which take a compiler as long as it takes to start
 _LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.memory import base_of
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import owners
@@ -65,7 +66,7 @@ def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[li
         readers = _readers(x, model.graph)
         if node is None or kernel is None or readers is None:
             continue
-        pairs = [(i, node.outputs.index(y)) for i, value in enumerate(node.inputs) if _viewed(value) is x]
+        pairs = [(i, node.outputs.index(y)) for i, v in enumerate(node.inputs) if v and base_of(v) is x]
         if len(pairs) > 1 or not all(pair in kernel.aligned for pair in pairs):
             continue
         others = [reader for reader in model.graph if reader in readers and reader is not node]
@@ -95,12 +96,6 @@ def _readers(x: ir.Value, graph: ir.Graph) -> set[ir.Node] | None:
                 return None
             readers |= further
     return None if x.is_graph_output() else readers
-
-
-def _viewed(x: ir.Value | None) -> ir.Value | None:
-    """Return the value that a value is a view of, or itself."""
-    node = None if x is None else x.producer()
-    return _viewed(node.inputs[0]) if node is not None and node.op_type in VIEWS and node.domain == "" else x
 
 
 def _waiting(node: ir.Node, kernel: Kernel, waits: Sequence[ir.Value]) -> Kernel:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.graph.operators import VIEWS
+from graphopt.graph.memory import base_of
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.values import constant_of
 from graphopt.targets.native.forms import NodeForms, rank_of
@@ -43,7 +43,7 @@ def weight_of(w: ir.Value, forms: NodeForms) -> Weight | None:
     attributes = forms.attributes_of(node) if node is not None and node.op_type == DEQUANTIZE else None
     if node is None or attributes is None or not rows or not columns:
         return None
-    q, scale, zero = (_stored(x) for x in [*node.inputs, None][:3])
+    q, scale, zero = (x and base_of(x) for x in [*node.inputs, None][:3])
     if q is None or scale is None or scale.dtype != ir.DataType.FLOAT or q.dtype not in _TYPES:
         return None
     stored, sizes = _matrix(q), (rows, pitch)
@@ -75,12 +75,6 @@ def _cut(node: ir.Node) -> ir.Value | None:
     if before is None or after is None or node.domain != "":
         return None
     return x if before[0] == after[0] and before[1] >= after[1] else None
-
-
-def _stored(x: ir.Value | None) -> ir.Value | None:
-    """Return the value that a value is a view of: its elements in their order."""
-    node = None if x is None else x.producer()
-    return _stored(node.inputs[0]) if node is not None and node.op_type in VIEWS and node.domain == "" else x
 
 
 def _steps(

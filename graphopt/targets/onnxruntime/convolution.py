@@ -82,9 +82,8 @@ def _unpooled(op: Emitter, node: ir.Node, forms: NodeForms) -> ir.Value | None:
     order = op.cast(op.Range(size, 0, -1), found.x.dtype)  # the first one is the largest
     places = op.Reshape(order, [1, 1, *sizes])
     axes = [*range(2, 2 + len(sizes))]
-    last = op.Slice(
-        places, [k - 1 for k in found.window], sizes, axes, [*found.window]
-    )  # NaN equals no maximum
+    # NaN equals no maximum
+    last = op.Slice(places, [k - 1 for k in found.window], sizes, axes, [*found.window])
     how = {"kernel_shape": found.window, "strides": found.window}
     planes = op.Reshape(found.equal * places, [-1, 1, *sizes])
     place = op.Cast(op.Max(op.MaxPool(planes, **how), last), to=ir.DataType.INT64)

@@ -19,10 +19,9 @@ from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like, name_of, swap
 from graphopt.targets.portable.cuda import CUDA, join_small_arrays
-from graphopt.targets.portable.everywhere import chain_of_sums, product_of_shape
+from graphopt.targets.portable.everywhere import chain_of_sums, product_by_a_copy, product_of_shape
 from graphopt.targets.portable.form import Form
 from graphopt.targets.portable.normalizations import batch_normalization, layer_normalization
-from graphopt.targets.portable.products import product_by_a_copy
 from graphopt.targets.portable.webgpu import WEBGPU
 
 # Forms that cost nothing, by operator.

@@ -11,12 +11,7 @@ import onnx_ir as ir
 import skl2onnx
 from onnx.inliner import inline_local_functions
 from skl2onnx.algebra.type_helper import guess_initial_types
-from skl2onnx.common.data_types import (
-    DoubleTensorType,
-    FloatTensorType,
-    Int64TensorType,
-    StringTensorType,
-)
+from skl2onnx.common.data_types import DoubleTensorType, FloatTensorType, Int64TensorType, StringTensorType
 from sklearn.base import BaseEstimator, is_classifier
 from sklearn.utils.validation import check_is_fitted
 

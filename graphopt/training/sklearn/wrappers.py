@@ -15,12 +15,7 @@ import numpy as np
 import onnx
 import skl2onnx
 from skl2onnx._parse import _parse_sklearn
-from skl2onnx.common.data_types import (
-    DoubleTensorType,
-    FloatTensorType,
-    Int64TensorType,
-    StringTensorType,
-)
+from skl2onnx.common.data_types import DoubleTensorType, FloatTensorType, Int64TensorType, StringTensorType
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.pipeline import Pipeline

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import IN_BLOCKS, Flag, Note, expect
 from graphopt.graph.operators import SHAPE_READERS
@@ -116,9 +117,7 @@ def _read_shapes_elsewhere(op: Emitter, node: ir.Node, dy: ir.Value) -> None:
     needed = ancestors(before)
     for each in [each for each in node.graph if each in needed]:
         if any(x in copies for x in each.inputs):
-            inputs = [None if x is None else copies.get(x, x) for x in each.inputs]
-            made = op.emit_again(each, inputs)
-            copies.update((y, like(copy, y)) for y, copy in zip(each.outputs, made, strict=True))
+            copies |= again(op, [each], copies)
     for reader in readers:
         x = reader.inputs[0]
         if x in copies:

@@ -14,9 +14,8 @@ from graphopt.graph.values import constant_of, dims_of, like, rank, wide_type
 from passes.gradients.registry import Gradients, one_line_rules, rule
 from passes.gradients.walk import further_output, zeros
 
-_MOST_ELEMENTS = (
-    2**24
-)  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
+# The largest number of elements of a constant in a rule; as a list it takes half a gigabyte
+_MOST_ELEMENTS = 2**24
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:

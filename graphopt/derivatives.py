@@ -1,0 +1,124 @@
+"""Differentiate a model: return models whose outputs are derivatives."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.arguments import checked
+from graphopt.graph.loading import Source, load
+from graphopt.graph.rewriting import Pass
+
+
+@checked()
+def grad(
+    model: Source,
+    wrt: tuple[str, ...] | list[str] | str,
+    *,
+    of: str | None = None,
+    seeded: bool = False,
+    keep: bool = True,
+) -> ir.Model:
+    """Return a model with outputs `OF.grad.X`: the gradients of output `OF` by inputs, weights or inner values `X`.
+
+    The result is an ordinary model. Apply `grad` again for second derivatives.
+
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        wrt: the names of the inputs, weights or other values to differentiate by; `graphopt.listing` shows them.
+        of: the output to differentiate, summed over its elements; by default, the only floating-point output.
+        seeded: add an input `OF.seed` that weights the output's elements, for a vector-Jacobian product.
+        keep: keep the model's own outputs.
+
+    Raises:
+        GraphoptError: the model cannot be read, a name is unknown, or an operator in between has no gradient rule.
+
+    >>> from graphopt import models
+    >>> model = graphopt.grad(models.linear((2,), 1), ["x"])
+    >>> [output.name for output in model.graph.outputs]
+    ['y', 'y.grad.x']
+    """
+    import passes
+
+    return derive(model, passes.Differentiate(wrt, of, seeded), keep=keep)
+
+
+@checked()
+def jacobian(
+    model: Source,
+    wrt: tuple[str, ...] | list[str] | str,
+    *,
+    of: str | None = None,
+    rows: int = 1,
+    keep: bool = True,
+) -> ir.Model:
+    """Return a model with outputs `OF.jacobian.X` [N, m, *X]: output `OF` [N, m] by X [N, *X], for each row.
+
+    Args:
+        model: as in `graphopt.grad`.
+        wrt: the names of inputs, or of other values with a row for each row of the inputs.
+        of: the output to differentiate; by default, the only floating-point output.
+        rows: how many of the m rows of a Jacobian are computed at once: more take more memory and fewer turns.
+        keep: keep the model's own outputs.
+
+    Raises:
+        GraphoptError: as for `grad`; the output is not [N, m]; or it is not proved that rows do not depend on others.
+
+    >>> from graphopt import models
+    >>> model = graphopt.jacobian(models.mlp((3,), 2), "x", keep=False)
+    >>> graphopt.run(model, {"x": numpy.ones((5, 3), numpy.float32)})["y.jacobian.x"].shape
+    (5, 2, 3)
+    """
+    import passes
+
+    return derive(model, passes.Jacobian(wrt, of, rows), keep=keep)
+
+
+@checked()
+def hessian(
+    model: Source,
+    wrt: tuple[str, ...] | list[str] | str,
+    *,
+    of: str | None = None,
+    rows: int = 1,
+    keep: bool = True,
+) -> ir.Model:
+    """Return a model with outputs `OF.hessian.X` [N, *X, *X]: second derivatives of `OF` [N] or [N, 1], for each row.
+
+    Args:
+        model: as in `graphopt.grad`.
+        wrt: as in `graphopt.jacobian`.
+        of: the output to differentiate; by default, the only floating-point output.
+        rows: as in `graphopt.jacobian`, of the rows of a Hessian.
+        keep: keep the model's own outputs.
+
+    Raises:
+        GraphoptError: as for `jacobian`; or the output has more than one number for each row.
+
+    >>> from graphopt import models
+    >>> model = graphopt.hessian(models.mlp((3,), 1), "x", keep=False)
+    >>> graphopt.run(model, {"x": numpy.ones((5, 3), numpy.float32)})["y.hessian.x"].shape
+    (5, 3, 3)
+    """
+    import passes
+
+    return derive(model, passes.Hessian(wrt, of, rows), keep=keep)
+
+
+def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
+    """Return a model with the outputs that a pass such as `passes.HessianVector` adds.
+
+    Args:
+        model: as in `graphopt.grad`.
+        derivative: the pass.
+        keep: keep the model's own outputs.
+    """
+    import passes
+
+    loaded = load(model)
+    own = {output.name for output in loaded.graph.outputs}
+    passes.Normalize().apply(loaded)
+    derivative.apply(loaded)
+    if not keep:
+        loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
+    passes.Simplify().apply(loaded)
+    return loaded

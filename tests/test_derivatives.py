@@ -1,0 +1,202 @@
+"""Jacobians, Hessians and products with them as graphs, beside PyTorch; training on derivatives."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from builders import model
+from torch import nn
+
+import graphopt
+import passes
+
+FORCES = {"derive": passes.Differentiate("x", "y", name="forces", sign=-1)}
+
+
+class Recurrent(nn.Module):
+    """Everything whose rules emit more than a node: expansions, optional outputs, states made from sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2)
+        self.layer, self.drop = nn.LayerNorm([4, 3, 3]), nn.Dropout(0.3)
+        self.cell, self.head = nn.LSTM(9, 6, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(self.pool(nn.functional.gelu(self.norm(self.conv(x)))))
+        h, _ = self.cell(h.flatten(2))
+        return self.head(self.drop(h[:, -1]))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x).flatten(1))
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x.flatten(1))
+
+
+def exported(module: nn.Module, example: torch.Tensor, dynamo: bool = True) -> onnx.ModelProto:
+    file = io.BytesIO()
+    open_batch = (
+        {"dynamic_shapes": ({0: torch.export.Dim("n")},)}
+        if dynamo
+        else {"dynamic_axes": {"x": {0: "n"}, "y": {0: "n"}}}
+    )
+    module.eval()
+    torch.onnx.export(
+        module,
+        (example,),
+        file,
+        input_names=["x"],
+        output_names=["y"],
+        dynamo=dynamo,
+        verbose=False,
+        **open_batch,
+    )
+    return onnx.load_from_string(file.getvalue())
+
+
+NETWORKS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8)), (12,)),
+    "recurrent": (Recurrent, (1, 8, 8)),
+    "attention": (Attention, (3, 8)),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dynamo", [True, False], ids=["exporter", "torchscript"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_jacobian_is_that_of_pytorch(name: str, dynamo: bool, rows: int) -> None:
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    module = make().eval()
+    graph = graphopt.jacobian(exported(module, torch.randn(3, *shape), dynamo), "x", rows=rows, keep=False)
+    for batch in (1, 4):
+        x = torch.randn(batch, *shape)
+        expected = [torch.autograd.functional.jacobian(lambda row: module(row[None])[0], row) for row in x]
+        (found,) = graphopt.run(graph, {"x": x.numpy()}).values()
+        scale = float(torch.stack(expected).abs().max())
+        np.testing.assert_allclose(found, torch.stack(expected), rtol=0, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_hessian_and_its_products_are_those_of_pytorch(rows: int) -> None:
+    torch.manual_seed(0)
+    module = Energy()
+    file = exported(module, torch.randn(3, 2, 3))
+    x, vector = torch.randn(5, 2, 3), torch.randn(5, 2, 3)
+    expected = torch.func.vmap(torch.func.hessian(lambda row: module(row[None])[0, 0]))(x).detach()
+    feeds = {"x": x.numpy()}
+    (found,) = graphopt.run(graphopt.hessian(file, "x", rows=rows, keep=False), feeds).values()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    pipeline = graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.HessianVector("x"))
+    product = pipeline(graphopt.load(file))
+    found = graphopt.run(product, {**feeds, "x.vector": vector.numpy()})["y.hessian_vector.x"]
+    expected = torch.einsum("nabcd,ncd->nab", expected, vector)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_an_inner_value_and_several_values_may_be_differentiated_by() -> None:
+    proto = model(
+        "g (float[N,3] x, float[N,3] z) => (float[N,2] y) { h = Mul(x, z)\n t = Tanh(h)\n y = MatMul(t, w) }",
+        w=np.arange(6.0).reshape(3, 2),
+    )
+    x, z = np.random.default_rng(0).standard_normal((2, 4, 3)).astype(np.float32)
+    found = graphopt.run(graphopt.jacobian(proto, ["x", "z", "h"], rows=2, keep=False), {"x": x, "z": z})
+    w = np.arange(6, dtype=np.float32).reshape(3, 2)
+    by_h = (1 - np.tanh(x * z) ** 2)[:, None] * w.T
+    for name, expected in {"h": by_h, "x": by_h * z[:, None], "z": by_h * x[:, None]}.items():
+        np.testing.assert_allclose(found[f"y.jacobian.{name}"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives_of_a_piecewise_linear_network_are_zeros() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    graph = graphopt.hessian(exported(module, torch.randn(2, 3)), "x", keep=False)
+    assert not graphopt.run(graph, {"x": np.ones((2, 3), np.float32)})["y.hessian.x"].any()
+
+
+def test_training_on_energies_and_forces_is_that_of_pytorch() -> None:
+    torch.manual_seed(0)
+    module, rng = Energy(), np.random.default_rng(0)
+    file = exported(module, torch.randn(3, 2, 3))
+    file = graphopt.Pipeline(normalize=passes.Normalize(), **FORCES)(graphopt.load(file))
+    x, y, forces = (rng.standard_normal((16, *shape)).astype(np.float32) for shape in [(2, 3), (1,), (2, 3)])
+    loss = passes.Losses(
+        {"y": passes.MeanSquaredError(), "forces": passes.MeanSquaredError()}, {"forces": 0.5}
+    )
+    executor = graphopt.Executor(graphopt.compile(file, loss=loss, optimizer=passes.SGD(0.05)), native=False)
+    optimizer = torch.optim.SGD(module.parameters(), 0.05)
+    for _ in range(10):
+        found = executor.step(x=x, target_y=y, target_forces=forces)["loss"]
+        places = torch.tensor(x, requires_grad=True)
+        energy = module(places)
+        (slope,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
+        mse = nn.functional.mse_loss
+        expected = mse(energy, torch.tensor(y)) + 0.5 * mse(-slope, torch.tensor(forces))
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        np.testing.assert_allclose(found, expected.item(), rtol=1e-5)
+    assert [output.name for output in executor.trained().graph.output] == ["y", "forces"]
+    assert [output.name for output in executor.trained(outputs=["y"]).graph.output] == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("derivative", "message"),
+    [
+        (passes.Jacobian("z", "y"), "unknown floating-point value 'z'"),
+        (passes.Jacobian("token", "y"), "found 'token' of INT64: differentiate by the embedding's output 'rows'"),
+        (passes.Jacobian("table", "y"), "found 'table' of shape"),
+        (passes.Jacobian("rows", "cube"), r"jacobian: expected an output \[N, m\], found 'cube'"),
+        (passes.Jacobian("rows", "mixed"), "found 'mixed' of shape .*, of which this is not known"),
+        (passes.Hessian("rows", "y"), "hessian: expected a number for each row"),
+        (passes.Jacobian("rows", "other"), "'other' does not depend on 'rows' differentiably"),
+        (
+            passes.Differentiate(("rows", "table"), "y", name="d"),
+            "name='d': expected one value in wrt, found rows, table",
+        ),
+        (passes.Differentiate("rows", "y", name="cube"), "cube"),
+    ],
+)
+def test_what_cannot_be_differentiated_is_named(derivative: graphopt.Pipeline, message: str) -> None:
+    proto = model(
+        """g (int64[N] token, float[N,3] v) => (float[N,3] y, float[N,1,3] cube, float[N,3] mixed, float[N,3] other) {
+            rows = Gather(table, token)
+            y = Tanh(rows)
+            axes = Constant<value_ints = [1]>()
+            cube = Unsqueeze(y, axes)
+            first = Constant<value_ints = [0]>()
+            mean = ReduceMean(rows, first)
+            mixed = Sub(rows, mean)
+            other = Tanh(v)
+        }""",
+        table=np.ones((5, 3)),
+    )
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        graphopt.Pipeline(normalize=passes.Normalize(), derive=derivative)(graphopt.load(proto))
+
+
+def test_several_rows_at_once_need_an_open_batch() -> None:
+    proto = model("g (float[2,3] x) => (float[2,3] y) { y = Tanh(x) }")
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"rows=2: expected an open batch, found 'x' of shape \[2,3\]"
+    ):
+        graphopt.jacobian(proto, "x", rows=2)
+    found = graphopt.run(graphopt.jacobian(proto, "x"), {"x": np.zeros((2, 3), np.float32)})
+    np.testing.assert_array_equal(found["y.jacobian.x"], np.stack([np.eye(3)] * 2))
