@@ -13,6 +13,7 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import state
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import remove_own
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
@@ -45,6 +46,12 @@ class Explanation(Pass):
     Raises:
         GraphoptError: a name is unknown or that of integers, the output has another shape, or it does not depend on the
             input.
+
+    >>> class GradientTimesInput(passes.Explanation):
+    ...     def explain(self, op, model, x, y, seed):
+    ...         return x * passes.Saliency().explain(op, model, x, y, seed)
+    >>> graphopt.explain(models.linear((4,), 1), GradientTimesInput()).graph.outputs[1].name
+    'y.explanation'
     """
 
     input: str | None = field(default=None, kw_only=True)
@@ -310,7 +317,10 @@ class _Attack(Explanation):
         name = f"{x.name}.adversarial"
         state.check_free(model, name)
         with Emitter(model) as op:
+            own = {*model.graph.inputs}
             adversarial = self.attack(op, model, x, self.loss.term(model, op))
+            for target in {*model.graph.inputs} - own:
+                remove_own(target)  # what training reads
             model.graph.outputs.append(op.Identity(like(adversarial, x), _outputs=[name]))
 
 
