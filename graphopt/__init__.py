@@ -11,7 +11,7 @@ from graphopt import namesakes as namesakes  # isort: skip (before anything impo
 from graphopt import callbacks as callbacks
 from graphopt.arguments import no_attribute
 from graphopt.compiler import StepHalves, compile, split_step, standard
-from graphopt.derivatives import grad, hessian, jacobian
+from graphopt.derivatives import explain, grad, hessian, jacobian
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
@@ -77,6 +77,7 @@ __all__ = [
     "compile",
     "dot",
     "evaluate",
+    "explain",
     "export",
     "export_artifacts",
     "export_hosts",

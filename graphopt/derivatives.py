@@ -104,6 +104,28 @@ def hessian(
     return derive(model, passes.Hessian(wrt, of, rows), keep=keep)
 
 
+@checked()
+def explain(model: Source, explanation: Pass, *, keep: bool = True) -> ir.Model:
+    """Return a model that explains its predictions.
+
+    Args:
+        model: as in `graphopt.grad`.
+        explanation: a pass such as `passes.GradCAM()`, which adds the output `OUTPUT.explanation`, or `passes.FGSM`,
+            which adds `INPUT.adversarial`.
+        keep: keep the model's own outputs.
+
+    Raises:
+        GraphoptError: the model cannot be read, or the pass does not fit it.
+
+    >>> from graphopt import models
+    >>> explained = graphopt.explain(models.cnn((1, 8, 8), 3), passes.GradCAM())
+    >>> feeds = {"x": numpy.ones((5, 1, 8, 8), numpy.float32), "class": numpy.full(5, -1)}  # -1: the predicted one
+    >>> graphopt.run(explained, feeds)["y.explanation"].shape
+    (5, 1, 8, 8)
+    """
+    return derive(model, explanation, keep=keep)
+
+
 def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
     """Return a model with the outputs that a pass such as `passes.HessianVector` adds.
 

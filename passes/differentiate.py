@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -86,18 +86,11 @@ class Derivative(Pass):
 
     def chosen(self, model: ir.Model) -> tuple[ir.Value, list[ir.Value]]:
         """Return the output to differentiate, and the values to differentiate by."""
-        floating = [output for output in model.graph.outputs if is_floating(output)]
-        outputs = [output for output in floating if self.of in (None, output.name)]
-        if len(outputs) != 1:
-            names = [output.name for output in floating]
-            raise GraphoptError(
-                f"of={self.of!r}: expected the name of one floating-point output, the model has {names}: set `of`"
-            )
+        y = floating_output(model, self.of, "of")
         if self.wrt is None:
-            return outputs[0], [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
-        values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+            return y, [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
         wrt = [self.wrt] if isinstance(self.wrt, str) else self.wrt
-        return outputs[0], [_floating_value(values, name) for name in wrt]
+        return y, [floating_value(model, name, "wrt") for name in wrt]
 
 
 @dataclass(frozen=True)
@@ -122,7 +115,7 @@ class Differentiate(Derivative):
 
     def emit(self, op: Emitter, model: ir.Model, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
         return _gradients(
-            op, model.graph, y, _seed(model, y, seed_of(y)) if self.seeded else _ones(op, y), wrt
+            op, model.graph, y, _seed(model, y, seed_of(y)) if self.seeded else ones_like(op, y), wrt
         )
 
 
@@ -142,7 +135,7 @@ class HessianVector(Derivative):
     suffix = "hessian_vector"
 
     def emit(self, op: Emitter, model: ir.Model, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
-        first = _gradients(op, model.graph, y, _ones(op, y), wrt)
+        first = _gradients(op, model.graph, y, ones_like(op, y), wrt)
         products: list[Input] = []
         for x, gradient in zip(wrt, first, strict=True):
             vector = _seed(model, x, f"{x.name}.vector")
@@ -282,7 +275,7 @@ class Hessian(_OfRows):
 
     def emit_by_row(self, op: Emitter, graph: ir.Graph, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
         second: list[Input] = []
-        for x, gradient in zip(wrt, _gradients(op, graph, y, _ones(op, y), wrt), strict=True):
+        for x, gradient in zip(wrt, _gradients(op, graph, y, ones_like(op, y), wrt), strict=True):
             if gradient is not None:
                 DERIVATIVE.set(gradient)
                 second += self.jacobians(op, graph, gradient, [x])
@@ -299,7 +292,8 @@ def _gradients(
     return [found[x] if x in found else zeros(op, x) if zero or DERIVATIVE.is_set(y) else None for x in wrt]
 
 
-def _ones(op: Emitter, y: ir.Value) -> ir.Value:
+def ones_like(op: Emitter, y: ir.Value) -> ir.Value:
+    """Emit ones in the type and shape of `y`."""
     return like(op.Expand(op.constant(1.0, like=y), op.shape_of(y)), y)
 
 
@@ -311,14 +305,28 @@ def _seed(model: ir.Model, x: ir.Value, name: str) -> ir.Value:
     return seed
 
 
-def _floating_value(values: Mapping[str, ir.Value], name: str) -> ir.Value:
+def floating_output(model: ir.Model, name: str | None, option: str) -> ir.Value:
+    """Return the floating-point output of a name, or the only one."""
+    floating = [output for output in model.graph.outputs if is_floating(output)]
+    outputs = [output for output in floating if name in (None, output.name)]
+    if len(outputs) != 1:
+        names = [output.name for output in floating]
+        raise GraphoptError(
+            f"{option}={name!r}: expected the name of one floating-point output, the model has {names}: set `{option}`"
+        )
+    return outputs[0]
+
+
+def floating_value(model: ir.Model, name: str, option: str) -> ir.Value:
+    """Return the floating-point value of a name."""
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     if name in values and is_floating(values[name]):
         return values[name]
     if name in values:
         rows = [node.outputs[0].name for node in values[name].consumers() if node.op_type == "Gather"]
-        instead = f": differentiate by the embedding's output {rows[0]!r}" if rows else ""
+        instead = f": take the embedding's output {rows[0]!r}" if rows else ""
         raise GraphoptError(
-            f"wrt: expected floating-point values, found {name!r} of {values[name].dtype}{instead}"
+            f"{option}: expected a floating-point value, found {name!r} of {values[name].dtype}{instead}"
         )
     known = [name for name, value in values.items() if is_floating(value)]
     raise GraphoptError(unknown("floating-point value", name, known))

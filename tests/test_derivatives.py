@@ -161,7 +161,7 @@ def test_training_on_energies_and_forces_is_that_of_pytorch() -> None:
     ("derivative", "message"),
     [
         (passes.Jacobian("z", "y"), "unknown floating-point value 'z'"),
-        (passes.Jacobian("token", "y"), "found 'token' of INT64: differentiate by the embedding's output 'rows'"),
+        (passes.Jacobian("token", "y"), "found 'token' of INT64: take the embedding's output 'rows'"),
         (passes.Jacobian("table", "y"), "found 'table' of shape"),
         (passes.Jacobian("rows", "cube"), r"jacobian: expected an output \[N, m\], found 'cube'"),
         (passes.Jacobian("rows", "mixed"), "found 'mixed' of shape .*, of which this is not known"),

@@ -31,6 +31,7 @@ VERBS = [
     "hosts",
     "artifacts",
     "derive",
+    "explain",
     "report",
     "check",
     "export",

@@ -69,7 +69,6 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.fit import opened
 from graphopt.training.signals import ending
 
-DERIVED = "derived.onnx"  # the file that run=derive writes
 INTERRUPTED = 130
 MOST_ROWS = 10  # of a table of `report` in a terminal
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
@@ -397,12 +396,15 @@ def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
 
 
 def _derive(recipe: Recipe, folder: Path, console: Console) -> str:
+    """Write derived.onnx or explained.onnx."""
     _check_no_resume(recipe)
-    model = recipe.derived()
-    save(model, folder / DERIVED)
-    for y in model.graph.outputs:
-        say(console, "output", f"{y.name} {y.shape}")
-    return f"{DERIVED} {size(model)} nodes"
+    run = recipe.fields["run"]
+    model, name = recipe.derived(run), f"{run.removesuffix('e')}ed.onnx"
+    save(model, folder / name)
+    for what, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
+        for value in values:
+            say(console, what, f"{value.name} {value.dtype}{value.shape}")
+    return f"{name} {size(model)} nodes"
 
 
 def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
@@ -517,6 +519,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "hosts": partial(_export, _hosts),
     "artifacts": partial(_export, _artifacts),
     "derive": partial(_export, _derive),
+    "explain": partial(_export, _derive),
     "report": partial(_export, _report),
     "check": write_check,
     "export": _export_run,

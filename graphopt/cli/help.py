@@ -32,6 +32,7 @@ USAGE = {
     "hosts my.onnx": "write files for hosts in other languages",
     "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
     "derive my.onnx derive=jacobian": "write derived.onnx, which computes derivatives, too",
+    "explain my.onnx explain=gradcam": "write explained.onnx, which shows what its predictions depend on",
     "report my.onnx": "list what would train, and what blocks training",
     "check my.onnx": "check its gradients against slopes of the loss, and its predictions against the file",
     "export runs/mine": "write its model or adapter for programs that serve language models",

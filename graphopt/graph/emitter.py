@@ -73,7 +73,7 @@ class Emitter(TapeBuilder):
 
     def value_like(self, x: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
         """Return a new value for a graph input, with the type of `x`, and its shape unless `shape` is given."""
-        return self._named(ir.Value(type=x.type, shape=shape or x.shape))
+        return self._named(ir.Value(type=x.type, shape=x.shape if shape is None else shape))
 
     def __enter__(self) -> Emitter:
         self._arithmetic = Arithmetic(self).__enter__()

@@ -398,9 +398,9 @@ class Recipe:
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return self._with_columns(step)
 
-    def derived(self) -> ir.Model:
-        """Return the model with the derivatives of its output that the recipe asks for."""
-        return derive(self.model(), self._build("derive"))
+    def derived(self, key: str) -> ir.Model:
+        """Return the model with the outputs that a pass of the recipe adds: `derive` or `explain`."""
+        return derive(self.model(), self._build(key))
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""
