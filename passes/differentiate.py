@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -345,7 +345,14 @@ def _repeated(
             )
         spread = op.Expand(x, op.Concat([count], op.shape_of(x), axis=0))
         copies[x] = op.Reshape(spread, op.Concat([-1], op.shape_of(x, 1), axis=0))
-    copies |= again(op, nodes, copies, notes=True)
+    return copies | elsewhere(op, nodes, copies)
+
+
+def elsewhere(
+    op: Emitter, nodes: Iterable[ir.Node], replaced: Mapping[ir.Value, ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Compute nodes again from other values, and return the copies of their outputs, which have no inference form."""
+    copies = again(op, nodes, replaced, notes=True)
     for y in copies.values():
         InferenceForm.remove(y)
         InferenceForm.remove(producer_of(y))

@@ -11,7 +11,6 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import state
-from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import remove_own
 from graphopt.graph.rewriting import Pass
@@ -19,7 +18,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dims_of, dtype_of, given, is_floating, like, name_of, rank
 from graphopt.intervals import within
-from passes.differentiate import floating_output, floating_value, ones_like
+from passes.differentiate import elsewhere, floating_output, floating_value, ones_like
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.walk import backward, between, zeros
 from passes.losses.loss import Loss
@@ -118,7 +117,7 @@ def _gradient_at(
 ) -> ir.Value:
     """Emit the nodes again at another place, and the gradient there, in the body of a loop."""
     place = like(op.Identity(place), x)
-    return _gradient(op, op.graph, again(op, nodes, {x: place})[y], seed, place)
+    return _gradient(op, op.graph, elsewhere(op, nodes, {x: place})[y], seed, place)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,6 @@ WRONG = {
     "executor: {frozen: sometimes}": "$.executor:",
     "executor: {steps: 3}": "$.executor:",
     "fit: {epoch: 3}": "$.fit:",
-    "fit: {epochs: 0}": "$.fit.epochs:",
     "fit: {epochs: 1.5}": "$.fit.epochs:",
     "fit: {epochs: '3'}": "$.fit.epochs:",
     "fit: {epochs: true}": "$.fit.epochs:",
