@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,14 @@ def test_metadata_is_read_and_written_in_one_file() -> None:
     users = {name_of(path) for path in SOURCES if "metadata_props" in path.read_text()}
     own, of_files = "graphopt/graph/metadata.py", "graphopt/graph/postprocessing.py"
     assert users == {own, of_files}
+
+
+def test_onnx_infers_in_two_files() -> None:
+    """They keep from ONNX the sizes at which its inference ends the process."""
+    calls = re.compile(r"shape_inference\.infer_|ShapeInferencePass")
+    users = {name_of(path) for path in SOURCES if calls.search(path.read_text())}
+    examples = {"graphopt/targets/blocks.py"}
+    assert users - examples == {"graphopt/graph/message_inference.py", "graphopt/graph/node_inference.py"}
 
 
 def test_no_room_compares_the_kind_of_a_device() -> None:

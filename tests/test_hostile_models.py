@@ -22,6 +22,7 @@ import graphopt
 import passes
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
+from graphopt.graph.memory import estimate
 from graphopt.graph.message_inference import infer_message
 
 W = np.ones((4, 3), np.float32)
@@ -454,6 +455,26 @@ def sliced(maker: str, reader: str) -> onnx.ModelProto:
 @pytest.mark.parametrize("maker", NEGATIVE)
 def test_a_size_below_zero_does_not_end_the_process(maker: str, reader: str) -> None:
     refused(sliced(NEGATIVE[maker], READERS[reader]), "cannot infer|expected sizes of 0 or more")
+
+
+def test_an_estimate_of_memory_assumes_no_size_that_ends_the_process() -> None:
+    proto = model(
+        """g (float[N,2,L] x) => (float[N,2] y) {
+            c = Conv(x, w)
+            z = Constant<value_ints = [0]>()
+            one = Constant<value_ints = [1]>()
+            two = Constant<value_ints = [2]>()
+            s = Slice(c, z, one, two)
+            y = Squeeze(s, two)
+        }""",
+        w=np.ones((2, 2, 40)),
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    with pytest.raises(
+        GraphoptError, match=r"sizes: expected .* all shapes follow, found \{'N': 2, 'L': 16\}"
+    ):
+        estimate(step, {"N": 2, "L": 16})
+    assert estimate(step, {"N": 2, "L": 64}).parameters == 640
 
 
 @pytest.mark.parametrize("place", ["a function", "before a function", "declared"])

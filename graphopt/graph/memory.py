@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, cause
+from graphopt.graph.message_inference import INFERENCE_ERRORS
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import take_initial
 from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_in, values_read
+from graphopt.graph.typed_messages import infer_types
 from graphopt.graph.values import bytes_of, size_name, state_of
 
 Sizes = int | Mapping[str, int]
@@ -50,7 +51,7 @@ def estimate(model: ir.Model, sizes: Sizes) -> Memory:
         sizes: the size of each symbolic dimension of the inputs by name, or one size for all of them.
 
     Raises:
-        GraphoptError: the size of a dimension is missing.
+        GraphoptError: the size of a dimension is missing, or the model takes no such sizes.
     """
     sized = with_sizes(model, sizes)
     parameters = with_role(sized, Role.PARAMETER)
@@ -81,7 +82,12 @@ def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
         for x in values_in(graph):
             if x.shape is not None:
                 x.shape = ir.Shape([d if isinstance(d, int) else known.get(d.value) for d in x.shape])
-    ShapeInferencePass()(model)
+    try:
+        infer_types(model, propagate=True)
+    except INFERENCE_ERRORS as error:
+        raise GraphoptError(
+            f"sizes: expected some at which all shapes follow, found {sizes}: {cause(error)}"
+        ) from error
     return model
 
 

@@ -133,13 +133,13 @@ def bodies_in(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Grap
             yield from zip(bodies, messages, strict=True)
 
 
-def infer_types(model: ir.Model) -> None:
-    """Set the types and shapes that ONNX infers without data propagation.
+def infer_types(model: ir.Model, propagate: bool = False) -> None:
+    """Set the types and shapes that ONNX infers, by default without data propagation.
 
     Raises:
         InferenceError, ValueError: what ONNX raises, `INFERENCE_ERRORS`. Nothing has changed.
     """
-    take_types(model.graph, infer_message(message_for_inference(model, False)).graph)
+    take_types(model.graph, infer_message(message_for_inference(model, propagate), propagate=propagate).graph)
 
 
 def take_types(graph: ir.Graph, typed: onnx.GraphProto) -> None:

@@ -271,7 +271,11 @@ def _memory(result: Report) -> Iterator[str]:
     if result.sizes is None:
         yield f"memory     not estimated: {_OPEN}"
         return
-    memory = estimate(result.final, result.sizes[0])
+    try:
+        memory = estimate(result.final, result.sizes[0])
+    except GraphoptError as error:
+        yield f"memory     not estimated: {error}"
+        return
     yield f"memory     {_megabytes(memory.peak)} at {_at(result)}, estimated"
     state = f"in two sets of buffers; parameters alone are {_megabytes(memory.parameters)}"
     step = f"at most; {_megabytes(memory.saved)} are saved for the backward pass"
