@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import onnx_ir as ir
 
 from graphopt.arguments import checked
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import Detached, Encoders
 from graphopt.graph.rewriting import Pass
 
 
@@ -137,8 +140,16 @@ def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
     import passes
 
     loaded = load(model)
-    own = {output.name for output in loaded.graph.outputs}
     passes.Normalize().apply(loaded)
+    own = {output.name for output in loaded.graph.outputs}
+    detached = Detached.read(loaded)
+    beside = [] if detached is None else [y for y in detached.outputs if y not in own]
+    if Encoders.read(loaded) is not None or beside:
+        warnings.warn(
+            "the file takes or returns strings, or other values that are no tensors, which are left out of the new one"
+            + (f": {', '.join(beside)}" if beside else ""),
+            stacklevel=3,
+        )
     derivative.apply(loaded)
     if not keep:
         loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]

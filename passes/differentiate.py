@@ -90,6 +90,8 @@ class Derivative(Pass):
         if self.wrt is None:
             return y, [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
         wrt = [self.wrt] if isinstance(self.wrt, str) else self.wrt
+        if not wrt:
+            raise GraphoptError("wrt: expected the name of a value to differentiate by, found none")
         return y, [floating_value(model, name, "wrt") for name in wrt]
 
 
@@ -121,10 +123,10 @@ class Differentiate(Derivative):
 
 @dataclass(frozen=True)
 class HessianVector(Derivative):
-    """Add an output `OF.hessian_vector.X` for each X of `wrt`: the Hessian of the sum of `of`, times input `X.vector`.
+    """Add an output `OF.hessian_vector.X` for each X of `wrt`: the Hessian of the sum of `of` by X, times `X.vector`.
 
     It is the gradient of the inner product of the gradient and the vector (Pearlmutter 1994, Fast exact multiplication
-    by the Hessian), and has the shape of X, as has the vector.
+    by the Hessian), and has the shape of X, as has the new input `X.vector`. Each X has its own block of the Hessian.
 
     >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.HessianVector(("x",)))
     >>> model = pipeline(models.mlp((2,), 1))
@@ -338,6 +340,8 @@ def _repeated(
     """Compute everything again from `count` copies of the batch, one after the other; return all values' copies."""
     nodes, copies = list(model.graph), dict[ir.Value, ir.Value]()
     for x in inputs:
+        if not rank(x):
+            continue
         if isinstance(dims_of(x)[0], int):
             raise GraphoptError(
                 f"rows={count}: expected an open batch, found {x.name!r} of shape {x.shape}: "

@@ -13,9 +13,10 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import remove_own
+from graphopt.graph.operators import CONVOLUTIONS, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.traversal import ancestors
+from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dims_of, dtype_of, given, is_floating, like, name_of, rank
 from graphopt.intervals import within
 from passes.differentiate import elsewhere, floating_output, floating_value, ones_like
@@ -97,8 +98,8 @@ class Explanation(Pass):
         model.graph.inputs.append(chosen)
         number = op.shape_of(y, 1)
         known = op.Where(op.Less(chosen, 0), op.ArgMax(y, axis=1, keepdims=0), op.Min(chosen, number - 1))
-        values = op.constant(np.array([0, 1]), like=y)
-        return like(op.OneHot(known, number, values), y)
+        chosen = op.OneHot(known, number, op.constant(np.array([0, 1], np.float32)))
+        return like(op.cast(chosen, y.dtype), y)
 
 
 def _gradient(op: Emitter, graph: ir.Graph, y: ir.Value, seed: ir.Value, x: ir.Value) -> ir.Value:
@@ -175,7 +176,7 @@ def _normal(op: Emitter, x: ir.Value, step: ir.Value, seed: int) -> ir.Value:
     first, second = (
         op.Cast(uniform(op, op.shape_of(x), step, seed, _OF_NOISE + i), to=ir.DataType.FLOAT) for i in (0, 1)
     )
-    radius = op.Sqrt(-2 * op.Log((first + (2.0**31 + 1)) / 2.0**32))
+    radius = op.Sqrt(-2 * op.Log((first + 2.0**31) / 2.0**32 + 2.0**-33))
     return radius * op.Cos(second * (math.pi / 2.0**31))
 
 
@@ -215,11 +216,11 @@ class IntegratedGradients(Explanation):
 class GradCAM(Explanation):
     """Explain by the activations of a layer, weighted by mean gradients (Selvaraju et al. 2017, arXiv:1610.02391).
 
-    The map is relu(sum over channels of A mean(G)), [N, 1, H, W], or [N, tokens] for a layer of tokens.
+    The map is relu(sum over channels of A mean(G)): [N, 1, H, W], or [N, places] for tokens and sequences.
 
     Args:
-        layer: the name of a value [N, C, H, W], or [N, tokens, C]. By default, the last one of images before the
-            spatial mean; for transformers, the LayerNormalization before the last attention.
+        layer: the name of a value [N, C, H, W], [N, C, L] or [N, tokens, C]. By default, the last one of a
+            convolution before the spatial mean; for transformers, the LayerNormalization before the last attention.
         resize: interpolate the map of an image to the height and width of the input, linearly.
         normalize: scale each map to [0, 1].
 
@@ -236,12 +237,13 @@ class GradCAM(Explanation):
     def explain(self, op: Emitter, model: ir.Model, x: ir.Value, y: ir.Value, seed: ir.Value) -> ir.Value:
         a = self._layer(model, x, y)
         gradient = _gradient(op, model.graph, y, seed, a)
-        of_tokens = rank(a) == 3
-        weights = op.ReduceMean(gradient, [1] if of_tokens else [2, 3], keepdims=1)
-        image = op.Relu(op.ReduceSum(a * weights, [2] if of_tokens else [1], keepdims=int(not of_tokens)))
-        axes = [1] if of_tokens else [1, 2, 3]
-        if self.resize and not of_tokens and rank(x) == 4:
-            sizes = op.Concat(op.shape_of(image, 0, 2), op.shape_of(x, 2), axis=0)
+        of_tokens = rank(a) == 3 and a not in _of_convolutions(model.graph)
+        weights = op.ReduceMean(gradient, [1] if of_tokens else [*range(2, rank(a))], keepdims=1)
+        image = op.Relu(op.ReduceSum(a * weights, [2] if of_tokens else [1], keepdims=int(rank(a) == 4)))
+        axes = [*range(1, rank(image))]
+        if self.resize and rank(a) == rank(x) == 4:
+            sizes = op.shape_of(x, 1, 3) if _is_channels_last(x) else op.shape_of(x, 2)
+            sizes = op.Concat(op.shape_of(image, 0, 2), sizes, axis=0)
             image = op.Resize(image, None, None, sizes, mode="linear")
         if self.normalize:
             image = image - op.ReduceMin(image, axes, keepdims=1)
@@ -260,7 +262,9 @@ class GradCAM(Explanation):
                     f"{a.name!r} of shape {a.shape}: the last ones are {names}"
                 )
             return a
-        layers = [*_of_images(fitting), *_before_attention(on_path)]
+        images = _of_convolutions(model.graph)
+        layers = [z for z in fitting if z in images and {*dims_of(z)[2:]} != {1}]
+        layers += _before_attention(on_path)
         if not layers:
             raise GraphoptError(
                 "layer: expected a value [N, C, H, W], or an attention after a LayerNormalization, found none: "
@@ -269,15 +273,22 @@ class GradCAM(Explanation):
         return layers[-1]
 
 
-def _of_images(values: Sequence[ir.Value]) -> Iterator[ir.Value]:
-    """Yield values with more than one place, which a convolution or what follows it computes."""
-    of_convolution: set[ir.Value | None] = set()
-    for z in values:
-        node = z.producer()
-        if node is not None and (node.op_type == "Conv" or not of_convolution.isdisjoint(node.inputs)):
-            of_convolution.add(z)
-            if rank(z) == 4 and dims_of(z)[2:] != (1, 1):
-                yield z
+def _of_convolutions(graph: ir.Graph) -> set[ir.Value]:
+    """Return the values [N, C, ...] that convolutions compute, and what follows them place by place."""
+    found: set[ir.Value] = set()
+    for node in graph:
+        follows = node.op_type not in VIEWS | {"MatMul", "Transpose"} and not found.isdisjoint(
+            values_read(node)
+        )
+        if node.op_type in CONVOLUTIONS or follows:
+            found.update(node.outputs)
+    return found
+
+
+def _is_channels_last(x: ir.Value) -> bool:
+    """Return whether the first thing that happens to images [N, H, W, C] is that channels move to the front."""
+    perms = [node.attributes.get_ints("perm", ()) for node in x.consumers() if node.op_type == "Transpose"]
+    return bool(perms) and all(tuple(perm) == (0, 3, 1, 2) for perm in perms)
 
 
 def _before_attention(values: Sequence[ir.Value]) -> Iterator[ir.Value]:
@@ -327,7 +338,7 @@ class _Attack(Explanation):
 class FGSM(_Attack):
     """Move each element by epsilon to a larger loss (Goodfellow, Shlens, Szegedy 2015, arXiv:1412.6572).
 
-    An element whose gradient is less than 1e-6 of the largest one stays: its sign is rounding.
+    An element whose gradient is less than 1e-6 of the largest one of its row stays: its sign is rounding.
 
     >>> attacked = graphopt.explain(models.mlp((4,), 3), passes.FGSM(0.1, passes.CrossEntropy()))
     >>> [value.name for value in (*attacked.graph.inputs, *attacked.graph.outputs)]
@@ -337,7 +348,8 @@ class FGSM(_Attack):
     def attack(self, op: Emitter, model: ir.Model, x: ir.Value, loss: ir.Value) -> ir.Value:
         gradient = _gradient(op, model.graph, loss, ones_like(op, loss), x)
         size = op.Abs(gradient)
-        is_sure = op.Cast(size > 1e-6 * op.ReduceMax(size, keepdims=0), to=dtype_of(x))
+        largest = op.ReduceMax(size, [*range(1, rank(x))], keepdims=1)
+        is_sure = op.Cast(size > 1e-6 * largest, to=dtype_of(x))
         return x + self.epsilon * op.Sign(gradient) * is_sure
 
 
@@ -355,8 +367,13 @@ class PGD(_Attack):
 
     step: float = within("(0, inf)", 0.01)
     steps: int = within("[1, 10000]", 10)
-    low: float | None = None
-    high: float | None = None
+    low: float | None = within("(-inf, inf)", None)
+    high: float | None = within("(-inf, inf)", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise GraphoptError(f"PGD: expected low < high, found {self.low} and {self.high}")
 
     def attack(self, op: Emitter, model: ir.Model, x: ir.Value, loss: ir.Value) -> ir.Value:
         nodes = _nodes(model, x, loss)

@@ -130,6 +130,7 @@ def values_of_rows(
         inputs: inputs of the graph, whose first axis is the rows.
         left: nodes to leave out, with what depends on them.
     """
+    inputs = [x for x in inputs if x.shape is not None and len(x.shape)]
     axes, lengths = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 1)
     fixed: set[ir.Value] = {x for x in model.graph.initializers.values() if not x.is_graph_input()}
     sizes: set[ir.Value] = set()  # which depend on the sizes of inputs alone
@@ -143,14 +144,15 @@ def values_of_rows(
             fixed.update(node.outputs)
             continue
         if node.op_type in ("Shape", "Size") or all(x in sizes for x in read):
-            place = _place_of_copies(node, dims_of(inputs[0])[0], fixed)
+            place = _place_of_copies(node, dims_of(inputs[0])[0], fixed) if inputs else None
             sizes.update(node.outputs if place is None else ())
             axes.update({} if place is None else {node.outputs[0]: place})
             lengths[node.outputs[0]] = 1
             continue
         if node.op_type == "Reshape" and read[-1] in sizes:
             read = read[:1]
-        if node.op_type == "Reshape" and (dims := _leading(node, axes, merged)):
+        is_whole = lengths.get(read[0], 1) == 1
+        if node.op_type == "Reshape" and is_whole and (dims := _leading(node, axes, merged)):
             if node.inputs[0] in merged:
                 axes[node.outputs[0]], lengths[node.outputs[0]] = len(dims) - 1, 1
             else:

@@ -200,3 +200,67 @@ def test_several_rows_at_once_need_an_open_batch() -> None:
         graphopt.jacobian(proto, "x", rows=2)
     found = graphopt.run(graphopt.jacobian(proto, "x"), {"x": np.zeros((2, 3), np.float32)})
     np.testing.assert_array_equal(found["y.jacobian.x"], np.stack([np.eye(3)] * 2))
+
+
+@pytest.mark.parametrize("reader", ["Slice(s, zero, one)", "Gather(s, zero)"])
+def test_a_size_after_the_first_axes_is_not_the_first_size(reader: str) -> None:
+    proto = model(
+        f"""g (float[N,3,5] x) => (float[N,3,5] y) {{
+            s = Shape<start = 1>(x)
+            r = {reader}
+            f = Cast<to = 1>(r)
+            y = Mul(x, f)
+        }}""",
+        zero=np.array([0]),
+        one=np.array([1]),
+    )
+    x = np.ones((2, 3, 5), np.float32)
+    np.testing.assert_array_equal(graphopt.run(graphopt.grad(proto, "x"), {"x": x})["y.grad.x"], 3 * x)
+
+
+def test_rows_that_a_merge_hides_are_no_rows() -> None:
+    """Each row of x becomes two rows of y."""
+    proto = model(
+        """g (float[2,6] x) => (float[4,3] y) {
+            a = Reshape(x, parts)
+            b = Mul(a, a)
+            t = Transpose<perm = [1,0]>(b)
+            f = Reshape(t, flat)
+            r = Reshape(f, back)
+            y = Transpose<perm = [1,0]>(r)
+        }""",
+        parts=np.array([4, 3]),
+        flat=np.array([-1]),
+        back=np.array([3, 4]),
+    )
+    with pytest.raises(graphopt.GraphoptError, match="of which this is not known"):
+        graphopt.jacobian(proto, "x")
+
+
+def test_a_number_beside_the_rows_is_no_batch() -> None:
+    proto = model(
+        """g (float t, float[N,3] x) => (float[N,3] y) {
+            s = Shape(x)
+            ones = ConstantOfShape(s)
+            u = Add(x, ones)
+            y = Mul(u, u)
+        }"""
+    )
+    feeds = {"x": np.ones((2, 3), np.float32), "t": np.zeros((), np.float32)}
+    for rows in (1, 2):
+        found = graphopt.run(graphopt.jacobian(proto, "x", rows=rows), feeds)["y.jacobian.x"]
+        np.testing.assert_array_equal(found, np.stack([2 * np.eye(3)] * 2))
+
+
+def test_strings_that_are_left_out_have_a_warning() -> None:
+    proto = model(
+        """g (float[N,3] x) => (float[N,2] y, string[N] label) {
+            y = MatMul(x, w)
+            k = ArgMax<axis = 1, keepdims = 0>(y)
+            label = Gather(names, k)
+        }""",
+        w=np.ones((3, 2)),
+        names=np.array(["a", "b"], object),
+    )
+    with pytest.warns(UserWarning, match="strings, .* are left out of the new one: label"):
+        assert [y.name for y in graphopt.grad(proto, "x").graph.outputs] == ["y", "y.grad.x"]

@@ -712,13 +712,3 @@ def test_a_node_that_fails_at_run_time_is_one_line_of_ours():
         graphopt.GraphoptError, match=r"^onnxruntime stopped: [^\n]*dimension mismatch[^\n]*$"
     ):
         graphopt.run(proto, {"x": np.zeros((2, 3), np.float32), "y": np.zeros((2, 3), np.float32)})
-
-
-def test_a_graph_without_its_state_is_refused():
-    step = graphopt.compile(
-        graphopt.models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
-    )
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^state 'layers.0.bias': expected its initial value, found none"
-    ):
-        graphopt.Executor(graphopt.Executor(step, native=False).model)

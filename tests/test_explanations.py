@@ -222,3 +222,68 @@ def test_tokens_are_explained_by_their_embeddings_and_a_class_beyond_the_last_is
     graph = graphopt.explain(proto, passes.Saliency(input="rows"), keep=False)
     (found,) = graphopt.run(graph, {"token": np.array([1, 2]), "class": np.array([0, 9])}).values()
     np.testing.assert_array_equal(found, [[0, 2, 4], [1, 3, 5]])
+
+
+def test_an_attack_of_a_row_depends_on_no_other_row() -> None:
+    proto = model(
+        "g (float[N,2] x) => (float[N,3] y) { y = MatMul(x, w) }", w=np.array([[18.0, -18, 0], [3, 0, -3]])
+    )
+    graph = graphopt.explain(proto, passes.FGSM(0.3, passes.CrossEntropy()), keep=False)
+    x = np.array([[1, 0.2], [1, 0.2]], np.float32)
+    (alone,) = graphopt.run(graph, {"x": x[:1], "target": np.array([0])}).values()
+    (beside,) = graphopt.run(graph, {"x": x, "target": np.array([0, 1])}).values()
+    np.testing.assert_array_equal(beside[:1], alone)
+
+
+def test_all_numbers_of_noise_are_finite() -> None:
+    least = np.float32(np.int32(-(2**31))) + np.float32(2.0**31)
+    assert np.isfinite(np.log(least / np.float32(2.0**32) + np.float32(2.0**-33)))
+
+
+def test_grad_cam_of_images_with_channels_last_has_their_size() -> None:
+    proto = model(
+        """g (float[N,16,12,3] x) => (float[N,2] y) {
+            t = Transpose<perm = [0,3,1,2]>(x)
+            c = Conv(t, k)
+            r = Relu(c)
+            m = GlobalAveragePool(r)
+            f = Flatten(m)
+            y = MatMul(f, w)
+        }""",
+        k=np.ones((4, 3, 3, 3)),
+        w=np.ones((4, 2)),
+    )
+    feeds = {"x": np.ones((2, 16, 12, 3), np.float32), "class": np.full(2, -1)}
+    (found,) = graphopt.run(graphopt.explain(proto, passes.GradCAM(), keep=False), feeds).values()
+    assert found.shape == (2, 1, 16, 12)
+
+
+def test_grad_cam_of_a_sequence_has_a_number_for_each_place() -> None:
+    proto = model(
+        """g (float[N,3,20] x) => (float[N,2] y) {
+            c = Conv(x, k)
+            r = Relu(c)
+            m = GlobalAveragePool(r)
+            f = Flatten(m)
+            y = MatMul(f, w)
+        }""",
+        k=np.ones((4, 3, 3)),
+        w=np.ones((4, 2)),
+    )
+    feeds = {"x": np.ones((2, 3, 20), np.float32), "class": np.full(2, 1)}
+    (found,) = graphopt.run(graphopt.explain(proto, passes.GradCAM(), keep=False), feeds).values()
+    np.testing.assert_allclose(found, np.full((2, 18), 4 * 9 / 18), rtol=1e-6)
+
+
+def test_bounds_of_an_attack_are_in_order() -> None:
+    with pytest.raises(graphopt.GraphoptError, match=r"PGD: expected low < high, found 1\.0 and 0\.0"):
+        passes.PGD(0.1, passes.CrossEntropy(), low=1.0, high=0.0)
+
+
+def test_a_network_of_float64_is_explained() -> None:
+    proto = model(
+        "g (double[N,3] x) => (double[N,2] y) { y = MatMul(x, w) }", dtype=np.float64, w=np.ones((3, 2))
+    )
+    graph = graphopt.explain(proto, passes.Saliency(), keep=False)
+    (found,) = graphopt.run(graph, {"x": np.ones((2, 3)), "class": np.full(2, -1)}).values()
+    np.testing.assert_array_equal(found, np.ones((2, 3)))

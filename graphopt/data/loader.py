@@ -356,6 +356,7 @@ class TrainingRows:
         arrays = {name: self._arrays[name] for name in inputs}
         batches = Batches(arrays, inputs, allow_nan=self._allow_nan)
         compute, fixed = self._opened(model), fixed_batch(inputs)
+        rows = max(rows, fixed or 0)
         drawn = np.random.default_rng(0).permutation(self._rows)[:rows]  # a folder has its rows by class
         for part in Batches.split(drawn, fixed or ROWS_AT_ONCE):
             if fixed in (None, len(part)):

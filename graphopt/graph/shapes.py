@@ -83,12 +83,12 @@ def _sizes_between(x: ir.Value, start: ir.Value, end: ir.Value) -> np.ndarray | 
 
 STATIC_DIMENSIONS = [
     RewriteRule(
-        lambda op, x, index: op.Gather(op.Shape(x), index, axis=0),
+        lambda op, x, index: op.Gather(op.Shape(x, _allow_other_attributes=False), index, axis=0),
         lambda op, x, index: op.Constant(value=ir.tensor(_sizes(x, index))),  # type: ignore[arg-type]
         lambda context, x, index: _sizes(x, index) is not None,
     ),
     RewriteRule(
-        lambda op, x, start, end: op.Slice(op.Shape(x), start, end),
+        lambda op, x, start, end: op.Slice(op.Shape(x, _allow_other_attributes=False), start, end),
         lambda op, x, start, end: op.Constant(value=ir.tensor(_sizes_between(x, start, end))),  # type: ignore[arg-type]
         lambda context, x, start, end: _sizes_between(x, start, end) is not None,
     ),

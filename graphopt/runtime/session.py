@@ -85,6 +85,7 @@ class Session:
         self._all_inputs = [x.name for x in self.ort.get_inputs()]
         self.inputs = [name for name in self._all_inputs if name not in weights]
         self.outputs = [y.name for y in self.ort.get_outputs()]
+        self._passed = [i for i, name in enumerate(self.outputs) if name in self._all_inputs]
         on_host = {*self._all_inputs} if device.machine.in_host_memory else {*self.inputs_on_host()}
         self._shared = {
             name: shared(device, tensor, on_host=name in on_host) for name, tensor in weights.items()
@@ -216,9 +217,12 @@ class Session:
         run = self.ort._sess.run
         try:
             with self.device.flushing or contextlib.nullcontext():
-                return run(self.outputs, feeds, self._options)
+                outputs: list[np.ndarray] = run(self.outputs, feeds, self._options)
         except Exception as error:  # of which onnxruntime's own are direct subclasses
             raise self.stopped(error) from error
+        for i in self._passed:  # an output that is an input has the memory of what was fed
+            outputs[i] = outputs[i].copy()
+        return outputs
 
 
 def _holding(

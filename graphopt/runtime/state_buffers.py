@@ -74,11 +74,6 @@ class StateBuffers:
     def __init__(self, device: Device, model: ir.Model, allocate: Allocate = allocated) -> None:
         initial = take_initial(model)
         names = {name_of(x) for x in with_role(model, *STATE)}
-        if missing := sorted(names - initial.keys()):
-            raise GraphoptError(
-                f"state {missing[0]!r}: expected its initial value, found none, as in executor.model: take the graph "
-                "that was compiled, and then set state = executor.state"
-            )
         state = {name: array for name, array in initial.items() if name in names}
         self._inputs = {name_of(x): InputSpec(x) for x in model.graph.inputs if x.name in initial}
         self._device, self.allocate = device, allocate

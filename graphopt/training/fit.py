@@ -193,7 +193,7 @@ def adapt(
     rows, _ = hold_out(len(data), _held_out_share(validation), shuffle=shuffle, seed=seed)
     if epochs is not None:
         options = FitOptions(epochs=epochs, batch_size=batch_size)
-        pipeline = pipeline.planned(options.epochs * math.ceil(len(rows) / options.batch_size))
+        pipeline = pipeline.planned((options.epochs or 1) * math.ceil(len(rows) / options.batch_size))
     return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, opened, allow_nan=allow_nan))
 
 

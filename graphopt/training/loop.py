@@ -116,8 +116,9 @@ class TrainingLoop:
                 if after is not After.FINISH:
                     self._save(last=True)
                 if not run.epochs and not run.records:
-                    run.records.append(self._record(validates=True))  # no checkpoint counts it
-                    self._tell("on_epoch_end", run.records[0])
+                    record = self._record(validates=True)  # no checkpoint counts it
+                    self._tell("on_epoch_end", record)
+                    run.records.append(record)
             except Exception:
                 if run.executor.batches + self._skipped == run.step and not run.executor.in_place:
                     with contextlib.suppress(GraphoptError):

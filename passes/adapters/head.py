@@ -85,14 +85,19 @@ class Head(Pass):
         ensure_typed(model)
         target = self._target(model, self._output(model))
         if target.reading.turns_x(target.node):
-            return found
+            return replace(found, standardize=False)
         moments = Moments(target.axis)
-        for outputs in read.run(watching(model, [name_of(_features(target))]), ROWS):
+        parts = list(read.run(watching(model, [name_of(_features(target))]), ROWS))
+        if not parts:
+            raise GraphoptError(
+                "Head: expected at least a batch of rows to learn from, found fewer: leave out standardize"
+            )
+        for outputs in parts:
             moments.add(*outputs.values())
         deviation = moments.deviation
         scale = max(float(deviation.sum()) / SPREAD, float(np.sqrt(np.square(deviation).mean())))
         center = (0.0,) if self.grow else tuple(moments.mean.tolist())
-        return replace(found, center=center, scale=scale or 1.0)
+        return replace(found, center=center, scale=(scale or 1.0) if self.scale == 1.0 else self.scale)
 
     def rewrite(self, model: ir.Model) -> None:
         if self.classes is None:
@@ -100,10 +105,19 @@ class Head(Pass):
                 "Head: expected the number of classes, found none: set classes=10, for example, or let "
                 "graphopt.adapt count those of the data"
             )
+        if self.standardize and self.center is None:
+            raise GraphoptError(
+                "Head(standardize=True) learns from training rows: run graphopt.adapt(pipeline, model, data), or set "
+                "center and scale"
+            )
         ensure_typed(model)
         if len(labels_in(model) or ()) != self.classes:
             LABELS.remove(model)  # the names of other outputs
         target = self._target(model, self._output(model))
+        if self.center is not None and len(self.center) not in (1, target.sizes[0]):
+            raise GraphoptError(
+                f"Head: center: expected 1 number or {target.sizes[0]}, one of each feature, found {len(self.center)}"
+            )
         inputs, generator = target.sizes[0], np.random.default_rng(self.seed)
         is_keras = (model.producer_name or "").startswith("tf2onnx")
         bound = math.sqrt(6 / (inputs + self.classes)) if is_keras else 1 / math.sqrt(inputs)

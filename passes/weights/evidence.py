@@ -164,6 +164,8 @@ def scale_of_whole(x: ir.Value) -> tuple[ir.Value, int] | None:
         return None
     if array(x).min() < -128 or array(x).max() > 127:
         return None
+    if not axes and uses[0][1] is not None and uses[0][0] in x.consumers():
+        return None  # a table of distances or positions, times a number
     return scale, axes[0] if axes else 0
 
 

@@ -176,12 +176,13 @@ def agree_at_once(
             return None
         # Nothing changes along a slope of 0, and a step of the usual length may be less than rounding.
         step = question.step(start, move) if question.found else 2 * MOVED / move
+        step = math.copysign(step, question.found)  # uphill along each, so that a factor of all adds up
         for name, d in question.direction.items():
             change = np.multiply(d, step, dtype=point[name].dtype)
             change += moved[name]
             moved[name] = change
         expected += step * question.found
-        allowed = min(allowed, step * question.allowed)
+        allowed = min(allowed, abs(step) * question.allowed)
     found = loss(moved) - start
     return (found, expected) if abs(found - expected) <= ONE_SIDED * allowed else None
 

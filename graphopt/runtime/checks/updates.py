@@ -14,7 +14,7 @@ from graphopt.graph.operators import ELEMENTWISE_OPERATORS
 from graphopt.graph.roles import FED, STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE, MASK, STEP, accumulators
 from graphopt.graph.traversal import extracted_model
-from graphopt.graph.values import name_of, next_of
+from graphopt.graph.values import constant_of, name_of, next_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_of, wide
 
@@ -40,7 +40,14 @@ def update_part(step: ir.Model, gradients: Mapping[str, str]) -> ir.Model | None
     for node in part.graph:
         values = [x for x in (*node.inputs, *node.outputs) if x is not None]
         shapes = {x.shape if x.shape is None else tuple(x.shape) for x in values} - {()}
-        if node.op_type not in ELEMENTWISE_OPERATORS or node.domain or len(shapes) > 1 or None in shapes:
+        own = any(constant_of(x) is not None and x.shape != () for x in values)
+        if (
+            node.op_type not in ELEMENTWISE_OPERATORS
+            or node.domain
+            or len(shapes) > 1
+            or None in shapes
+            or own
+        ):
             return None
     fed = {x.name for x in with_role(step, *FED)}
     for x in list(part.graph.inputs):

@@ -82,7 +82,10 @@ def attention_kernels(node: ir.Node, forms: NodeForms) -> list[Replacement]:
 
 
 def switch_of_attention(model: ir.Model, library: Path | None) -> ctypes.c_int | None:
-    """Return the variable of a library that has few tokens computed as many are; None if a graph has no attention."""
+    """Return the variable of a library that has few tokens computed as many are; None if a graph has no attention.
+
+    It is one for the process: while it is set, other threads' steps of the same library round as for many tokens, too.
+    """
     attends = any(node.domain == KERNELS and node.op_type.startswith("a") for node in model.graph)
     return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "attends_to_many") if attends else None
 

@@ -86,6 +86,8 @@ class Monitor(Callback, ABC):
         return value
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
+        if not run.epochs:  # nothing trains
+            return
         value = self.measure(run, record)
         if value is None or run.is_pruning:
             return
