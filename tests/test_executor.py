@@ -20,6 +20,7 @@ from steps import assert_close, assert_equal, outputs, weights
 import graphopt
 import passes
 from graphopt.runtime.executor import run as execute
+from graphopt.runtime.session import Session
 
 RNG = np.random.default_rng(3)
 X = RNG.standard_normal((8, 4)).astype(np.float32)
@@ -712,3 +713,11 @@ def test_a_node_that_fails_at_run_time_is_one_line_of_ours():
         graphopt.GraphoptError, match=r"^onnxruntime stopped: [^\n]*dimension mismatch[^\n]*$"
     ):
         graphopt.run(proto, {"x": np.zeros((2, 3), np.float32), "y": np.zeros((2, 3), np.float32)})
+
+
+def test_an_output_that_is_an_input_has_memory_of_its_own():
+    proto = model("g (float[N] x) => (float[N] x, float[N] y) { y = Neg(x) }")
+    session, x = Session(graphopt.Device("cpu"), graphopt.load(proto)), np.ones(4, np.float32)
+    found = session.run({"x": x})
+    x[:] = 5
+    np.testing.assert_array_equal(found, [[1] * 4, [-1] * 4])

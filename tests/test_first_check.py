@@ -801,6 +801,18 @@ def test_one_pass_tells_of_two_directions_whether_both_agree(precision):
         assert told(3.0 * error, 0.01) is told(3.0, 0.01 * error) is None
 
 
+@pytest.mark.parametrize("slope", [1.0, -1.0])
+def test_a_factor_of_all_slopes_is_seen_by_one_pass(slope):
+    """Steps that change the loss by as much, up and down, would cancel for every factor."""
+    loss = lambda p: float(p["x"][0] + slope * p["x"][1])  # noqa: E731
+    point, ways = {"x": np.array([1.0, 2.0])}, ({"x": np.array([1.0, 0.0])}, {"x": np.array([0.0, 1.0])})
+    for factor in (-3, -1, 0.5, 2):
+        asked = [
+            Question(way, factor * found, 1e-9, DOUBLE) for way, found in zip(ways, (1, slope), strict=True)
+        ]
+        assert agree_at_once(loss, point, loss(point), asked) is None
+
+
 def test_any_subgradient_agrees():
     loss = lambda p: 1 + abs(float(p["x"][0]) - 1.0)  # noqa: E731
     point, along = {"x": np.array([1.0])}, {"x": np.array([1.0])}
