@@ -40,7 +40,9 @@ def update_part(step: ir.Model, gradients: Mapping[str, str]) -> ir.Model | None
     for node in part.graph:
         values = [x for x in (*node.inputs, *node.outputs) if x is not None]
         shapes = {x.shape if x.shape is None else tuple(x.shape) for x in values} - {()}
-        own = any(constant_of(x) is not None and len(x.shape or ()) for x in values)
+        own = any(
+            len(x.shape or ()) and constant_of(x) is not None and not x.is_graph_input() for x in values
+        )
         if (
             node.op_type not in ELEMENTWISE_OPERATORS
             or node.domain
