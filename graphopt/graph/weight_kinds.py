@@ -221,4 +221,21 @@ def weight_kind(
 def weight_kinds_of(node: ir.Node) -> Mapping[int, WeightKind]:
     """Return the kinds of the weights that a node may read, by the number of the input."""
     keys = ((i, (node.domain, node.op_type, i)) for i in range(len(node.inputs)))
-    return {i: WEIGHT_KINDS[key] for i, key in keys if key in WEIGHT_KINDS}
+    found = {i: WEIGHT_KINDS[key] for i, key in keys if key in WEIGHT_KINDS}
+    return found or (_of_gathered(node) if (node.domain, node.op_type) == ("", "GatherND") else {})
+
+
+def _of_gathered(node: ir.Node) -> Mapping[int, WeightKind]:
+    """Return the kind of experts' stacked weights, of which a node gathers those of tokens, by what multiplies them."""
+    stack, y = node.inputs[0], node.outputs[0]
+    shapes = [] if stack is None else [stack.shape, y.shape]
+    if not shapes or any(shape is None or len(shape) != 3 for shape in shapes):
+        return {}
+    if node.attributes.get_int("batch_dims", 0):
+        return {}
+    ((_, *own), (_, *gathered)), readers = shapes, {(user.op_type, i) for user, i in y.uses()}  # type: ignore[misc]
+    if len(readers) != 1 or own != gathered:
+        return {}
+    (how,) = readers
+    kind = {("MatMul", 0): TURNED, ("MatMul", 1): WeightKind()}.get(how)
+    return {} if kind is None else {0: kind}

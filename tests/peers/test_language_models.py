@@ -120,9 +120,7 @@ def test_losses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["mixtral", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("qwen3 moe", "phimoe"))]
 )
-def test_exported_experts_train_as_in_pytorch_and_their_routers_have_no_adapters(
-    name: str, tmp_path: Path
-) -> None:
+def test_exported_experts_train_as_in_pytorch_and_so_do_their_adapters(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = unequal(transformers.AutoModelForCausalLM.from_config(MIXTURES[name]()).eval())
     path, own = exported(model, tmp_path / "model.onnx"), copy.deepcopy(model)
@@ -137,18 +135,27 @@ def test_exported_experts_train_as_in_pytorch_and_their_routers_have_no_adapters
         assert executor.step(input_ids=IDS, labels=LABELS)["loss"] == pytest.approx(
             float(expected.detach()), abs=1e-5
         )
-    with pytest.warns(UserWarning, match="% of the weights of products have no adapter"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
         step = graphopt.compile(path, **steps, adapter=passes.LoRA(rank=2))
     executor = graphopt.Executor(step, native=False)
-    assert {x.rpartition(".weight")[0].rpartition(".")[2] for x in executor.parameters} == {
-        f"{x}_proj" for x in "qkvo"
+    weights = {x.rpartition(".lora_")[0].removesuffix(".weight") for x in executor.parameters}
+    assert {x.rpartition(".")[2] for x in weights} == {
+        f"{x}_proj" for x in ("q", "k", "v", "o", "gate_up", "down")
     }
     for _ in range(5):
         executor.step(input_ids=IDS, labels=LABELS)
-    graphopt.save_adapter(executor, tmp_path / "a", form="peft", names={"model.*": "*"})
+    model.save_pretrained(tmp_path / "hf")
+    names, base = {"model.*": "*"}, str(tmp_path / "hf")
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft", names=names, base_name=base)
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "a").eval()
     with torch.no_grad():
-        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "a").eval()(torch.tensor(IDS)).logits
+        adapted = opened(torch.tensor(IDS)).logits
     np.testing.assert_allclose(executor.predict(input_ids=IDS)["logits"], adapted.numpy(), atol=1e-5)
+    again = graphopt.compile(path, **steps, adapter=passes.LoRA.load(tmp_path / "a", names=names))
+    np.testing.assert_allclose(
+        graphopt.Executor(again, native=False).predict(input_ids=IDS)["logits"], adapted.numpy(), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("by_labels", [False, True])
