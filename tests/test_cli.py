@@ -373,13 +373,13 @@ REFUSED = {
     "share": (["fit.validation=2"], "validation: expected a share of the rows"),
     "run": (
         ["run=fly"],
-        "unknown run 'fly'; known: artifacts, check, compare, compile, evaluate, export, generate, hosts, "
+        "unknown run 'fly'; known: artifacts, check, compare, compile, derive, evaluate, explain, export, generate, hosts, "
         "predict, report, train",
     ),
     "a word": (
         ["fly"],
-        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, report, check, export, compare, "
-        "tune, doctor, FILE.onnx or FIELD=VALUE, such as model=fly",
+        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, derive, explain, report, check, export, "
+        "compare, tune, doctor, FILE.onnx or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),
@@ -435,7 +435,7 @@ def test_bad_input_is_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> 
     save("types.npz", target=LABELS.astype(np.float64))
     save("rows.npz", target=LABELS[:-1])
     save("nan.npz", x=np.where(np.arange(60)[:, None] == 17, np.nan, X))
-    save("huge.npz", x=np.where(np.arange(60)[:, None] == 17, 1e300, X))
+    save("huge.npz", x=np.where(np.arange(60)[:, None] == 17, np.float64(1e300), X))
     save("labels.npz", target=LABELS + 1)
     save("empty.npz", x=X[:0], target=LABELS[:0])
     arguments, error = REFUSED[case]
