@@ -378,8 +378,8 @@ REFUSED = {
     ),
     "a word": (
         ["fly"],
-        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, derive, explain, report, check, export, "
-        "compare, tune, doctor, FILE.onnx or FIELD=VALUE, such as model=fly",
+        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, derive, explain, report, check, "
+        "export, compare, tune, doctor, FILE.onnx or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),
