@@ -156,7 +156,8 @@ def test_each_text_begins_anew():
 def told(callback, losses, **run):
     """Return the learning rate after each epoch."""
     rates = []
-    given = SimpleNamespace(executor=SimpleNamespace(learning_rate=1.0), notes=[], is_pruning=False, **run)
+    executor = SimpleNamespace(learning_rate=1.0)
+    given = SimpleNamespace(executor=executor, epochs=len(losses), notes=[], is_pruning=False, **run)
     callback.reset()
     for loss in losses:
         callback.on_epoch_end(given, {"loss": loss, "epoch": len(rates) + 1})
