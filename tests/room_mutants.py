@@ -104,7 +104,7 @@ MUTANTS = [
         "graphopt/training/callbacks/steering.py",
         FAULTS,
         ("adaptive", "self.least - self.tolerance", "self.least + self.tolerance"),
-        ("adaptive", 'self.least = min(self.least, record["loss"])', 'self.least = record["loss"]'),
+        ("adaptive", "self.least = min(self.least, loss)", "self.least = loss"),
         ("adaptive", "self.waited >= self.patience and", "self.waited > self.patience and"),
         ("adaptive", "            self.waited = 0\n\n\n", "            pass\n\n\n"),
         ("adaptive", "learning_rate /= ADAPTIVE_DIVISOR", "learning_rate /= 4"),
@@ -250,8 +250,8 @@ MUTANTS = [
         "integer_files",
         (
             "half_way",
-            "_noisy(own, given, unit), _off_ties(device, part, given, unit)",
-            "_noisy(own, given, unit)",
+            "for arrays in _off_ties(device, part, given, unit))",
+            "for arrays in ())",
         ),
     ),
     *of(

@@ -146,7 +146,7 @@ def of_integers(x: ir.Value, recorded: bool = False) -> Origin | None:
 def scale_of_whole(x: ir.Value) -> tuple[ir.Value, int] | None:
     """Return the scale of a weight that consists of whole numbers from -128 to 127, and its axis of the weight.
 
-    It multiplies the weight, or the outputs of the one MatMul that reads the weight.
+    It multiplies the weight, or the outputs of the one MatMul that reads the weight, by a number for each channel.
     """
     uses, sizes = list(x.uses()), dims_of(x)
     if len(uses) == 1 and uses[0][0].op_type == "MatMul" and uses[0][1] == 1 and len(sizes) == 2:
@@ -164,9 +164,9 @@ def scale_of_whole(x: ir.Value) -> tuple[ir.Value, int] | None:
         return None
     if array(x).min() < -128 or array(x).max() > 127:
         return None
-    if not axes and uses[0][1] is not None and uses[0][0] in x.consumers():
-        return None  # a table of distances or positions, times a number
-    return scale, axes[0] if axes else 0
+    if not axes:
+        return None  # a table of distances or positions times a number, or three values
+    return scale, axes[0]
 
 
 def _is_scaled(x: ir.Value) -> bool:

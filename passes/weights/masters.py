@@ -212,8 +212,8 @@ def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role)
 def _promote_whole(model: ir.Model, weight: ir.Value, scale: ir.Value, axis: int) -> ir.Value:
     """Turn whole numbers in floats into state, which the graph divides by their scale and rounds."""
     whole, steps = (array(x).astype(np.float32) for x in (weight, scale))
-    steps = steps.ravel() if steps.size > 1 else steps.reshape(())
-    spread = steps.reshape([-1 if i == axis else 1 for i in range(whole.ndim)]) if steps.ndim else steps
+    steps = steps.ravel()
+    spread = steps.reshape([-1 if i == axis else 1 for i in range(whole.ndim)])
     master = _declare(model, weight, whole * spread, Role.PARAMETER)
     with Emitter(model) as op:
         zero = op.constant(np.zeros(steps.shape, np.int8))
