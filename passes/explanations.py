@@ -107,7 +107,7 @@ def _gradient(op: Emitter, graph: ir.Graph, y: ir.Value, seed: ir.Value, x: ir.V
     return found[x] if x in found else zeros(op, x)
 
 
-def _nodes(model: ir.Model, x: ir.Value, y: ir.Value) -> list[ir.Node]:
+def _nodes(model: ir.Model, y: ir.Value) -> list[ir.Node]:
     """Return the nodes that compute `y`, in order."""
     needed = ancestors([y])
     return [node for node in model.graph if node in needed]
@@ -159,7 +159,7 @@ class SmoothGrad(Explanation):
     seed: int = within("[0, inf)", 0)
 
     def explain(self, op: Emitter, model: ir.Model, x: ir.Value, y: ir.Value, seed: ir.Value) -> ir.Value:
-        nodes = _nodes(model, x, y)
+        nodes = _nodes(model, y)
 
         def turn(
             op: Emitter, total: list[ir.Value], numbers: list[ir.Value]
@@ -198,7 +198,7 @@ class IntegratedGradients(Explanation):
     baseline: float = within("(-inf, inf)", 0.0)
 
     def explain(self, op: Emitter, model: ir.Model, x: ir.Value, y: ir.Value, seed: ir.Value) -> ir.Value:
-        nodes, way = _nodes(model, x, y), x - self.baseline
+        nodes, way = _nodes(model, y), x - self.baseline
         places, weights = np.polynomial.legendre.leggauss(self.steps)
         sequences = [op.constant((1 + places) / 2, like=x), op.constant(weights / 2, like=x)]
 
@@ -376,16 +376,15 @@ class PGD(_Attack):
             raise GraphoptError(f"PGD: expected low < high, found {self.low} and {self.high}")
 
     def attack(self, op: Emitter, model: ir.Model, x: ir.Value, loss: ir.Value) -> ir.Value:
-        nodes = _nodes(model, x, loss)
+        nodes = _nodes(model, loss)
 
         def turn(op: Emitter, at: list[ir.Value], _: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             gradient = _gradient_at(op, nodes, x, at[0], loss, ones_like(op, loss))
             moved = at[0] + self.step * op.Sign(gradient)
             inside = op.Max(op.Min(moved, x + self.epsilon), x - self.epsilon)
-            bounds = [
-                None if bound is None else op.constant(bound, like=x) for bound in (self.low, self.high)
-            ]
-            return [op.Clip(inside, *bounds) if any(bounds) else inside], []
+            if self.low is not None:
+                inside = op.Max(inside, self.low)
+            return [inside if self.high is None else op.Min(inside, self.high)], []
 
         (adversarial,) = scan_over(op, turn, [x], [op.constant(np.zeros(self.steps, np.int64))])
         return adversarial

@@ -399,7 +399,7 @@ def _derive(recipe: Recipe, folder: Path, console: Console) -> str:
     """Write derived.onnx or explained.onnx."""
     _check_no_resume(recipe)
     run = recipe.fields["run"]
-    model, name = recipe.derived(run), f"{run.removesuffix('e')}ed.onnx"
+    model, name = recipe.derived(run), {"derive": "derived.onnx", "explain": "explained.onnx"}[run]
     save(model, folder / name)
     for what, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
         for value in values:

@@ -158,14 +158,12 @@ def scale_of_whole(x: ir.Value) -> tuple[ir.Value, int] | None:
     rank = len(sizes)
     dims = (1,) * (rank - steps.ndim) + steps.shape
     axes = [axis for axis, dim in enumerate(dims) if dim != 1]
-    if len(dims) > rank or len(axes) > 1 or any(dims[axis] != sizes[axis] for axis in axes):
-        return None
+    if len(dims) > rank or len(axes) != 1 or dims[axes[0]] != sizes[axes[0]]:
+        return None  # one number scales a table of distances or positions, or three values
     if not np.isfinite(steps).all() or not steps.all() or not _is_whole(array(x)):
         return None
     if array(x).min() < -128 or array(x).max() > 127:
         return None
-    if not axes:
-        return None  # a table of distances or positions times a number, or three values
     return scale, axes[0]
 
 
