@@ -6,8 +6,8 @@
         gradients = examples.gradients()                   # {parameter: [n, *its shape]}
         total = examples.combined(weights)                 # {parameter: its shape}: the sum of weights[n] gradients[n]
 
-An example's loss is its part of a sum, and n times its part of a mean over n rows. A *site* is a node that reads rows and
-something computed from parameters alone, its *operand*. One ordinary backward walk computes the gradients of the sites'
+An example's loss is its part of a sum, and n times its part of a mean over n rows. A *site* is a node that reads rows
+and something computed from parameters alone, its *operand*. One ordinary backward walk computes the gradients of the sites'
 outputs. The table `SITES` says how an operand's gradient for each example follows from these and the site's inputs, and
 gives its norm without computing it if that is cheaper (Goodfellow 2015, arXiv:1510.01799; Li et al. 2022,
 arXiv:2110.05679). Other sites run in a Scan over examples.
@@ -16,7 +16,7 @@ arXiv:2110.05679). Other sites run in a Scan over examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,14 +27,12 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import BATCH_WEIGHT, OF_BATCH
 from graphopt.graph.operators import VIEWS, full_attributes
-from graphopt.graph.roles import FED, role_of, with_role
+from graphopt.graph.roles import FED, role_of
 from graphopt.graph.values import (
     dims_of,
-    dtype_of,
     given,
     is_floating,
     like,
-    name_of,
     node_label,
     rank,
     wide_type,
@@ -332,8 +330,8 @@ class Examples:
         for node in self.graph:
             if OF_BATCH.is_set(node) or node.attributes.get_int("training_mode", 0):
                 raise GraphoptError(
-                    f"gradients of examples: expected rows that do not depend on each other, found the batch statistics "
-                    f"of {node_label(node)}: set training=none, or replace it by GroupNormalization"
+                    f"gradients of examples: expected rows that do not depend on each other, found batch "
+                    f"statistics in {node_label(node)}: set training=none, or replace it by GroupNormalization"
                 )
         others = [x for x in model.graph.inputs if x not in batched]
         self.rows = places_of_rows(model, batched, constant=others, drawn=True)
@@ -401,8 +399,8 @@ class Examples:
         ]
         if not parts or len(parts) < len(noted):
             raise GraphoptError(
-                f"gradients of examples: expected a loss that is a sum or a mean of losses of rows, found {loss.name!r}, "
-                f"of which this is not known: use a loss of passes, such as passes.CrossEntropy(), which compares each "
+                f"gradients of examples: expected a loss that is a sum or a mean of losses of rows, found "
+                f"{loss.name!r}, of which this is not known: use a loss of passes, such as passes.CrossEntropy(), which compares each "
                 f"row with its target"
             )
         return parts
