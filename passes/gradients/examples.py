@@ -7,9 +7,9 @@
         total = examples.combined(weights)                 # {parameter: its shape}: the sum of weights[n] gradients[n]
 
 An example's loss is its part of a sum, and n times its part of a mean over n rows. A *site* is a node that reads rows
-and something computed from parameters alone, its *operand*. One ordinary backward walk computes the gradients of the sites'
-outputs. The table `SITES` says how an operand's gradient for each example follows from these and the site's inputs, and
-gives its norm without computing it if that is cheaper (Goodfellow 2015, arXiv:1510.01799; Li et al. 2022,
+and something computed from parameters alone, its *operand*. One ordinary backward walk computes the gradients of the
+sites' outputs. The table `SITES` says how an operand's gradient for each example follows from these and the site's
+inputs, and gives its norm without computing it if that is cheaper (Goodfellow 2015, arXiv:1510.01799; Li et al. 2022,
 arXiv:2110.05679). Other sites run in a Scan over examples.
 """
 
@@ -400,8 +400,8 @@ class Examples:
         if not parts or len(parts) < len(noted):
             raise GraphoptError(
                 f"gradients of examples: expected a loss that is a sum or a mean of losses of rows, found "
-                f"{loss.name!r}, of which this is not known: use a loss of passes, such as passes.CrossEntropy(), which compares each "
-                f"row with its target"
+                f"{loss.name!r}, of which this is not known: use a loss of passes, such as passes.CrossEntropy(), "
+                f"which compares each row with its target"
             )
         return parts
 
