@@ -20,8 +20,8 @@ MUTANTS = [
     *of(
         "passes/private.py",
         PRIVATE,
-        ("clipped_means", "op.Min(bound / (norms + 1e-6), 1.0)", "op.Min(bound / bound, 1.0)"),
-        ("clipped_means", "bound / (norms + 1e-6)", "bound / (op.ReduceMean(norms) + 1e-6)"),
+        ("clipped_means and dense", "op.Min(bound / (norms + 1e-6), 1.0)", "op.Min(bound / bound, 1.0)"),
+        ("clipped_means and dense", "bound / (norms + 1e-6)", "bound / (op.ReduceMean(norms) + 1e-6)"),
         ("noise_is_normal", "/ inputs[EXPECTED_ROWS]", "/ inputs[EXPECTED_ROWS] / inputs[EXPECTED_ROWS]"),
         ("noise_is_normal", "state.counter(model)\n", "op.constant(0)\n"),
         ("noise_is_normal", "number + i, key)", "number + i)"),
@@ -29,8 +29,8 @@ MUTANTS = [
     *of(
         "passes/gradients/examples.py",
         PRIVATE,
-        ("tied", "total = gradient if total is None else total + gradient", "total = gradient"),
-        ("dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
+        ("clipped_means and tied-exporter", "total = gradient if total is None else total + gradient", "total = gradient"),
+        ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
     ),
     *of(
         "passes/quantization/fake_quantize.py",
