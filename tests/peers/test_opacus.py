@@ -47,7 +47,7 @@ def test_a_private_step_is_that_of_opacus(name: str) -> None:
         ]
     else:
         oracle, names = copy.deepcopy(module), [name for name, _ in module.named_parameters()]
-    sampled = GradSampleModule(oracle.double(), loss_reduction="sum")
+    sampled = GradSampleModule(oracle.double().train(), loss_reduction="sum")
     nn.functional.cross_entropy(sampled(x.double()), target, reduction="sum").backward()
     samples = dict(zip(names, (p.grad_sample for p in sampled.parameters()), strict=True))
     norms = torch.stack([each.flatten(1).norm(dim=1) for each in samples.values()]).norm(dim=0)
