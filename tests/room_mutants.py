@@ -29,7 +29,11 @@ MUTANTS = [
     *of(
         "passes/gradients/examples.py",
         PRIVATE,
-        ("clipped_means and tied-exporter", "total = gradient if total is None else total + gradient", "total = gradient"),
+        (
+            "clipped_means and tied-exporter",
+            "total = gradient if total is None else total + gradient",
+            "total = gradient",
+        ),
         ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
     ),
     *of(
