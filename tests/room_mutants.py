@@ -30,7 +30,7 @@ MUTANTS = [
         "passes/gradients/examples.py",
         PRIVATE,
         (
-            "clipped_means and tied-exporter",
+            "clipped_means and tied",
             "total = gradient if total is None else total + gradient",
             "total = gradient",
         ),
