@@ -52,6 +52,7 @@ from passes.quantization import *
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *
+from passes.second_pass import *
 from passes.standardize import Standardize as Standardize
 from passes.training_mode import TrainingMode as TrainingMode
 from passes.unroll_loops import UnrollLoops as UnrollLoops
