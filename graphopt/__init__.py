@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt import deferred as deferred  # isort: skip (before anything imports onnx_ir)
 from graphopt import namesakes as namesakes  # isort: skip (before anything imports passes)
 from graphopt import callbacks as callbacks
+from graphopt import privacy as privacy
 from graphopt.arguments import no_attribute
 from graphopt.compiler import StepHalves, compile, split_step, standard
 from graphopt.derivatives import explain, grad, hessian, jacobian

@@ -47,6 +47,7 @@ from passes.ort_gradient import OrtGradient as OrtGradient
 from passes.parameters import Parameters as Parameters
 from passes.parameters import SortInitializers as SortInitializers
 from passes.parameters import Untie as Untie
+from passes.private import *
 from passes.prune import Prune as Prune
 from passes.quantization import *
 from passes.recompute import Recompute as Recompute

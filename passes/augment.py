@@ -14,11 +14,11 @@ from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import AUGMENTED, MIXED, InferenceForm
 from graphopt.graph.operators import CONVOLUTIONS, ELEMENTWISE_OPERATORS, POOLS
+from graphopt.graph.randomness import uniform
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, data_inputs, with_role
 from graphopt.graph.values import dims_of, is_floating, like, rank, redirect
 from graphopt.intervals import within
-from passes.training_mode import uniform
 
 # Random numbers apart from those of Dropouts: of images, one of each kind for a row, and of mixtures.
 _OF_IMAGES, _OF_MIXTURES, _OF_WARPS = 2**31, 2**31 + 1, 2**31 + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import remove_own
 from graphopt.graph.operators import CONVOLUTIONS, VIEWS
+from graphopt.graph.randomness import normal, uniform
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, values_read
@@ -23,7 +23,6 @@ from passes.differentiate import elsewhere, floating_output, floating_value, one
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.walk import backward, between, zeros
 from passes.losses.loss import Loss
-from passes.training_mode import uniform
 
 __all__ = ["FGSM", "PGD", "Explanation", "GradCAM", "IntegratedGradients", "Saliency", "SmoothGrad"]
 
@@ -164,20 +163,12 @@ class SmoothGrad(Explanation):
         def turn(
             op: Emitter, total: list[ir.Value], numbers: list[ir.Value]
         ) -> tuple[list[ir.Value], list[ir.Value]]:
-            place = x + self.std * op.cast(_normal(op, x, numbers[0], self.seed), x.dtype)
+            noise = normal(op, lambda i: uniform(op, op.shape_of(x), numbers[0], self.seed, _OF_NOISE + i))
+            place = x + self.std * op.cast(noise, x.dtype)
             return [total[0] + _gradient_at(op, nodes, x, place, y, seed)], []
 
         (total,) = scan_over(op, turn, [zeros(op, x)], [op.constant(np.arange(self.samples))])
         return total / self.samples
-
-
-def _normal(op: Emitter, x: ir.Value, step: ir.Value, seed: int) -> ir.Value:
-    """Emit float32 numbers of a standard normal distribution in the shape of `x`."""
-    first, second = (
-        op.Cast(uniform(op, op.shape_of(x), step, seed, _OF_NOISE + i), to=ir.DataType.FLOAT) for i in (0, 1)
-    )
-    radius = op.Sqrt(-2 * op.Log((first + 2.0**31) / 2.0**32 + 2.0**-33))
-    return radius * op.Cos(second * (math.pi / 2.0**31))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,27 @@ def name_squeezed_axes(model: ir.Model) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Hold where the rows of a batch are in values that depend on inputs row by row.
+
+    Args:
+        axes: the axis along which a value has a block for each row.
+        lengths: the lengths of blocks.
+        merged: values whose first axis holds the axes of these sizes, of which rows are the last.
+        fixed: values that depend on no input, and those that depend on their sizes only.
+    """
+
+    axes: Axes
+    lengths: dict[ir.Value, int]
+    merged: dict[ir.Value, Dims]
+    fixed: set[ir.Value]
+
+    def has(self, x: ir.Value | None) -> bool:
+        """Return whether a value has rows."""
+        return x in self.axes or x in self.merged
+
+
 def values_of_rows(
     model: ir.Model, inputs: Sequence[ir.Value], left: Collection[ir.Node | None] = ()
 ) -> dict[ir.Value, bool]:
@@ -130,21 +152,40 @@ def values_of_rows(
         inputs: inputs of the graph, whose first axis is the rows.
         left: nodes to leave out, with what depends on them.
     """
+    rows = places_of_rows(model, inputs, left)
+    return {y: not axis and rows.lengths[y] == 1 for y, axis in rows.axes.items()}
+
+
+def places_of_rows(
+    model: ir.Model,
+    inputs: Sequence[ir.Value],
+    left: Collection[ir.Node | None] = (),
+    constant: Collection[ir.Value] = (),
+    drawn: bool = False,
+) -> Rows:
+    """Return where rows are in the values that depend on inputs row by row.
+
+    Args:
+        inputs: inputs of the graph, whose first axis is the rows.
+        left: nodes to leave out, with what depends on them.
+        constant: other inputs, on which values may depend.
+        drawn: whether values may depend on masks that are drawn for each row, as those of Dropout.
+    """
     inputs = [x for x in inputs if x.shape is not None and len(x.shape)]
     axes, lengths = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 1)
-    fixed: set[ir.Value] = {x for x in model.graph.initializers.values() if not x.is_graph_input()}
+    fixed = {x for x in model.graph.initializers.values() if not x.is_graph_input()} | {*constant}
     sizes: set[ir.Value] = set()  # which depend on the sizes of inputs alone
     merged: dict[ir.Value, Dims] = {}  # whose first axis holds several, of which rows are the last
     for node in model.graph:
         read = [x for x in values_read(node) if x not in fixed]
-        varies = node.op_type in RANDOM or OF_BATCH.is_set(node) or any(map(InferenceForm.read, node.outputs))
-        if node in left or varies:
+        varies = node.op_type in RANDOM or (any(map(InferenceForm.read, node.outputs)) and not drawn)
+        if node in left or varies or OF_BATCH.is_set(node):
             continue
         if not read:
             fixed.update(node.outputs)
             continue
         if node.op_type in ("Shape", "Size") or all(x in sizes for x in read):
-            place = _place_of_copies(node, dims_of(inputs[0])[0], fixed) if inputs else None
+            place = _place_of_copies(node, dims_of(inputs[0])[0], fixed, drawn) if inputs else None
             sizes.update(node.outputs if place is None else ())
             axes.update({} if place is None else {node.outputs[0]: place})
             lengths[node.outputs[0]] = 1
@@ -164,7 +205,7 @@ def values_of_rows(
             with suppress(_Mixed):
                 axes.update(zip(node.outputs, rule.axes_of_outputs(), strict=False))
                 lengths.update(dict.fromkeys(node.outputs, rule.length or lengths[read[0]]))
-    return {y: not axis and lengths[y] == 1 for y, axis in axes.items()}
+    return Rows(axes, lengths, merged, fixed | sizes)
 
 
 def _leading(node: ir.Node, axes: Axes, merged: Mapping[ir.Value, Dims]) -> Dims:
@@ -193,10 +234,17 @@ def _is_of_first(node: ir.Node, x: ir.Value) -> bool:
     )
 
 
-def _place_of_copies(node: ir.Node, batch: int | ir.SymbolicDim, fixed: Collection[ir.Value]) -> int | None:
-    """Return the axis along which a node repeats a constant for each row of an open batch; None of others."""
+def _place_of_copies(
+    node: ir.Node, batch: int | ir.SymbolicDim, fixed: Collection[ir.Value], drawn: bool
+) -> int | None:
+    """Return the axis along which a node repeats a constant for each row of an open batch; None of others.
+
+    Args:
+        drawn: whether it may draw numbers for each row, in place of a constant.
+    """
     y, x = node.outputs[0], given(node.inputs[0])
-    if node.op_type not in ("ConstantOfShape", "Expand") or isinstance(batch, int) or y.shape is None:
+    kinds = ("ConstantOfShape", "Expand", "Reshape") if drawn else ("ConstantOfShape", "Expand")
+    if node.op_type not in kinds or isinstance(batch, int) or y.shape is None:
         return None
     places = [i for i, dim in enumerate(y.shape) if dim == batch]
     if node.op_type == "Expand" and places:

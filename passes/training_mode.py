@@ -16,12 +16,12 @@ from graphopt.graph.metadata import (
     BATCH_CORRECTION,
     IN_TRAINING,
     OF_BATCH,
-    POSITIONS,
     STOP_GRADIENT,
     CumulativeAverage,
     InferenceForm,
     Observer,
 )
+from graphopt.graph.randomness import uniform
 from graphopt.graph.rewriting import Pass, Pattern, matches, no_match
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
@@ -34,8 +34,6 @@ from passes.weights import initializers
 from passes.weights.masters import promote_with_master
 
 _LARGEST = 2**31 - 1
-GOLDEN = 0x9E3779B1 - 2**32  # 2^32 divided by the golden ratio, as a signed number
-SUMMAND = 0x846CA68B - 2**32  # Wellons, https://github.com/skeeto/hash-prospector
 PYTORCH = "pytorch"  # the producer name that its exporters write
 SWITCHES = {"BatchNormalization": "batch_normalization", "Dropout": "dropout"}
 
@@ -321,29 +319,3 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     swap(y, like(dropped, y))
     model.graph.remove(node, safe=True)
     InferenceForm(same_as=0).write(dropped)
-
-
-def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:
-    """Emit uniform int32 numbers from -2^31 to 2^31 - 1, from a counter (seed, number, step, position).
-
-    The multiples of the golden ratio spread positions, and two rounds of x -> x (128 x / 2^16 + k) modulo 2^32 mix
-    them. This hash is not a published one. It needs int32 alone, which wraps on every runtime, and no bitwise
-    operators, for which the CUDA provider has no kernels. 128 x has 25 bits, one of them the sign, so that a runtime
-    that divides integers as float32, as OpenVINO does, divides exactly. The first k is c t + d of the step t.
-    Positions start from (c t + d) t + o, a permutation of the integers modulo 2^32, as c is even and d is odd
-    (Rivest, Permutation polynomials modulo 2^w, 2001). For 2^22 numbers, chi-squared tests of 1024 bins, of pairs at
-    ten distances and of pairs of steps, seeds and numbers, and the spectrum, distinguish it from random numbers no
-    better than they distinguish NumPy's. Masks of two steps with a distance of 2^25, and parts of a
-    mask with this distance, resemble each other.
-    """
-    even, odd, offset = np.random.default_rng([seed, number]).integers(-(2**31), 2**31, (3, 1), np.int32)
-    t = op.Cast(step, to=ir.DataType.INT32)
-    key = t * op.constant(even & ~1) + op.constant(odd | 1)
-    count = op.Cast(op.ReduceProd(shape, keepdims=0), to=ir.DataType.INT32)
-    positions = op.Range(0, count, 1)
-    POSITIONS.set(positions.producer())
-    spread = positions * GOLDEN
-    mixed = spread + (key * t + op.constant(offset))
-    for k in (key, SUMMAND):
-        mixed = mixed * (mixed * (1 << 7) / (1 << 16) + k)
-    return op.Reshape(mixed, shape)

@@ -20,7 +20,7 @@ FLOORS = [
     {"errors", "deferred", "intervals"},
     {"arguments", "fields", "files", "moments", "communicator", "namesakes"},
     {"graph"},
-    {"pipeline", "data", "models", "adapters"},
+    {"pipeline", "data", "models", "adapters", "privacy"},
     {"targets"},
     {"passes"},
     {"runtime", "compiler", "derivatives"},

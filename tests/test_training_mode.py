@@ -20,10 +20,10 @@ import graphopt
 import passes
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.randomness import uniform
 from graphopt.graph.roles import Role
 from graphopt.testing import gradients as testing
 from graphopt.testing.reference import evaluator
-from passes.training_mode import uniform
 
 RNG = np.random.default_rng(6)
 

@@ -26,6 +26,7 @@ from graphopt.moments import pieces, row_index
 Rows = range | np.ndarray
 HASHED_BYTES = 2**26  # of each array
 Shuffle = bool | Literal["consecutive"]
+LEAST_POISSON = 24  # expected rows of a batch by Poisson sampling: one of 2.6e10 is empty
 T = TypeVar("T")
 Runs = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]  # computes outputs from inputs, by name
 MOST_RUN, ROWS_AT_ONCE = 2048, 64  # rows on which a model runs for a pass that learns
@@ -364,16 +365,30 @@ class TrainingRows:
 
 
 def draw(
-    rows: Rows, batch_size: int, shuffle: Shuffle, random: np.random.Generator, start: int = 0
+    rows: Rows,
+    batch_size: int,
+    shuffle: Shuffle | Literal["poisson"],
+    random: np.random.Generator,
+    start: int = 0,
 ) -> Iterator[Rows]:
     """Yield the rows of each batch of an epoch.
 
     Args:
         shuffle: True for rows in random order; `consecutive` for runs of neighbouring rows in random order, cut at
-            new places in each epoch, which can be read in one piece; False for the order of the data.
+            new places in each epoch, which can be read in one piece; `poisson` for rows that are drawn for each batch
+            by themselves; False for the order of the data.
         start: the number of rows of the epoch to leave out, because they have been drawn before.
     """
-    if shuffle == "consecutive":
+    if shuffle == "poisson":
+        rows = np.asarray(rows)
+        for _ in range(math.ceil(len(rows) / batch_size)):
+            chosen = rows[:0]
+            while not len(chosen):
+                chosen = rows[random.random(len(rows)) * len(rows) < batch_size]
+            if start <= 0:
+                yield chosen
+            start -= len(chosen)
+    elif shuffle == "consecutive":
         batches = list(Batches.split(np.roll(rows, -random.integers(len(rows))), batch_size))
         for i in random.permutation(len(batches)):
             if start < len(batches[i]):

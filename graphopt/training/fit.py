@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from graphopt.communicator import digest
 from graphopt.data import Dataset
 from graphopt.data.dataset import TARGET
 from graphopt.data.foreign import as_dataset, has_rows, relabelled
-from graphopt.data.loader import Runs, Shuffle, TrainingRows, fixed_batch, hold_out
+from graphopt.data.loader import LEAST_POISSON, Runs, Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
@@ -74,6 +75,9 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
             have their own.
         shuffle: True to draw the held-out rows and the order of each epoch; `consecutive` to draw the order of
             batches of neighbouring rows; False to keep the order of the rows and hold out the last ones.
+        sampling: `poisson` draws each row for each batch by itself, with the probability of `batch_size` / rows, as
+            private training needs it: batches differ in size, and an epoch is rows / `batch_size` of them. A batch
+            that would be empty is drawn again. The seed is then a secret.
         seed: the seed of what is drawn.
         validation: the share of rows to hold out, other data, or None. An iterable has no rows to hold out.
         validation_every: the number of epochs from one validation to the next; the last epoch is always validated.
@@ -131,11 +135,33 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
     if isinstance(data, Dataset) and data.labels:
         executor.labels = data.labels
     callbacks = [*callbacks_of(options.callbacks), *_progress(options)]
+    _begin_privacy(executor, source, options)
     loop = TrainingLoop(executor, source, held_out, dataclasses.replace(options, callbacks=callbacks))
     loop.begin()
     loop.train()
     _warn_of_unfinished_pruning(loop.run)
     return Records(loop.run.records)
+
+
+def _begin_privacy(executor: Executor, source: Epochs, options: FitOptions) -> None:
+    """Check the sampling, tell a private step how many rows to expect, and draw the secret of its noise."""
+    if options.sampling == "poisson":
+        wrong = {
+            f"an iterable, {type(source).__name__}": not isinstance(source, RowEpochs),
+            f"shuffle={options.shuffle!r}": options.shuffle is not True,
+            f"{executor.workers.size} workers": executor.workers.size > 1,
+            f"batch_size={options.batch_size}, of which some are empty": options.batch_size < LEAST_POISSON,
+        }
+        for found in (found for found, is_wrong in wrong.items() if is_wrong):
+            raise GraphoptError(
+                f"sampling='poisson': expected rows on one worker, shuffle=True and batch_size={LEAST_POISSON} "
+                f"or more, found {found}"
+            )
+    values = {
+        state.EXPECTED_ROWS: float(options.batch_size),
+        state.NOISE_KEY: np.frombuffer(secrets.token_bytes(8), np.int32),
+    }
+    executor.set_hyperparameters(**{k: x for k, x in values.items() if k in executor.hyperparameters})
 
 
 @checked()

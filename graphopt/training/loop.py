@@ -50,6 +50,7 @@ class TrainingLoop:
             executor, options.epochs, source.steps, source.count, validation_rows, step=executor.batches
         )
         run.names, run.row_tokens = source.names, source.row_tokens
+        run.sampled_rows = source.sampled_rows
         if held_out is not None:
             run.evaluated = functools.partial(held_out.evaluated, executor)
             run.held_out_rows, run.held_out_table = held_out.rows, held_out.table

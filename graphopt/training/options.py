@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class FitOptions:
     steps_per_epoch: int | None = None
     batch_size: int = within("[1, inf)", 32, kw_only=True)
     shuffle: Shuffle = True
+    sampling: Literal["epochs", "poisson"] = "epochs"
     seed: int = within("[0, inf)", 0, kw_only=True)
     validation: float | Data | None = 0.2
     validation_every: int = within("[1, inf)", 1, kw_only=True)

@@ -41,6 +41,7 @@ class Epochs(ABC):
     options: FitOptions
     executor: Executor
     count: int | None = None  # the number of rows of an epoch, if the data tells
+    sampled_rows: int | None = None  # of which batches are drawn, if each row is drawn by itself
     steps: int | None  # the number of steps of an epoch, if the data tells
     names: Sequence[str] | None = None  # of the features, if the data has them
     row_tokens: float | None = None  # the mean number of tokens of a row of text
@@ -96,12 +97,17 @@ class RowEpochs(Epochs):
         tokens = batches.data.tokens
         self.row_tokens = None if tokens is None else tokens / len(batches.data)
         self.identity = {"seed": options.seed, "shuffle": options.shuffle, "rows": len(rows)}
+        if options.sampling == "poisson":
+            self.identity = {**self.identity, "sampling": "poisson"}
+            # How many rows an epoch has is known only when they are drawn.
+            self.count, self.sampled_rows = None, len(rows)
         self.before = round(executor.batches / self.steps)
 
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
         options = self.options
         random = np.random.default_rng([options.seed, self.before + epoch])
-        for rows in draw(self._rows, options.batch_size, options.shuffle, random, start):
+        how = "poisson" if options.sampling == "poisson" else options.shuffle
+        for rows in draw(self._rows, options.batch_size, how, random, start):
             if isinstance(rows, np.ndarray):
                 rows.sort()  # read memory-mapped rows in the file's order
             drawn = Drawn(len(rows), self.batches.take(rows[self._workers.share(len(rows))]))

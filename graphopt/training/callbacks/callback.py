@@ -73,6 +73,7 @@ class Run:
         held_out_table: columns of cells by name, as the data has them, of which held-out rows are made; empty without.
         names: the names of the features, if the data has them.
         row_tokens: the mean number of tokens of a row of text; None for other data.
+        sampled_rows: the number of rows of which `sampling="poisson"` draws batches; otherwise None.
         notes: lines that callbacks have for the person who watches; `ProgressBar` prints and removes them.
     """
 
@@ -96,6 +97,7 @@ class Run:
     held_out_table: Mapping[str, np.ndarray] = field(default_factory=dict)
     names: Sequence[str] | None = None
     row_tokens: float | None = None
+    sampled_rows: int | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -13,16 +13,18 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from graphopt import privacy
 from graphopt.errors import GraphoptError, unknown
 from graphopt.fields import check_options
 from graphopt.files import ReadPath
+from graphopt.graph import state
 from graphopt.inspection.words import counted
 from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.checkpoints import larger_is_better, seconds
 
-__all__ = ["EarlyStopping", "MedianStopping", "Monitor", "StopOnNaN", "TimeLimit"]
+__all__ = ["EarlyStopping", "MedianStopping", "Monitor", "PrivacyBudget", "StopOnNaN", "TimeLimit"]
 
 _MODES = ("auto", "min", "max")
 _WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
@@ -276,3 +278,56 @@ class StopOnNaN(Callback):
     def on_evaluate_end(self, run: Run, record: Record) -> None:
         if not math.isfinite(record["validation_loss"]):
             run.stop(f"the validation_loss after step {run.step} is {record['validation_loss']}")
+
+
+@dataclass
+class PrivacyBudget(Callback):
+    """Record the `epsilon` of private training at the end of each epoch, and stop before a step that exceeds a budget.
+
+    Steps of earlier calls of `fit` count, too. The weights are kept.
+
+    Args:
+        epsilon: the budget; None to record only.
+        delta: the probability with which the bound may fail; None for 1 / (2 rows).
+
+    Raises:
+        GraphoptError: the training has no noise, or its batches are not drawn by `sampling="poisson"`.
+
+    >>> graphopt.callbacks.PrivacyBudget(epsilon=8.0, delta=1e-5).epsilon
+    8.0
+    """
+
+    epsilon: float | None = within("(0, inf)", None)
+    delta: float | None = within("(0, 1)", None)
+
+    reads_state = False
+
+    def on_fit_begin(self, run: Run) -> None:
+        numbers = run.executor.hyperparameters
+        if state.MULTIPLIER not in numbers or run.sampled_rows is None:
+            raise GraphoptError(
+                "PrivacyBudget: expected gradient=passes.PrivateGradient(...), clip=passes.GaussianNoise(...) and "
+                "fit(sampling='poisson'), found another training: its rows are not protected"
+            )
+        self._facts = {
+            "rows": run.sampled_rows,
+            "batch_size": round(float(numbers[state.EXPECTED_ROWS])),
+            "multiplier": float(numbers[state.MULTIPLIER]),
+            "delta": 0.5 / run.sampled_rows if self.delta is None else self.delta,
+        }
+        last = run.step + (run.epochs - len(run.records)) * (run.steps or 0)
+        self._last = (
+            math.inf if self.epsilon is None else privacy.steps_for(self.epsilon, most=last, **self._facts)
+        )
+        if self.epsilon is not None and run.step >= self._last < last:
+            self._stop(run)
+
+    def on_step_end(self, run: Run, record: Record) -> None:
+        if self.epsilon is not None and run.step >= self._last and run.step < (run.steps or 0) * run.epochs:
+            self._stop(run)
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        record["epsilon"] = privacy.epsilon(steps=run.step, **self._facts)
+
+    def _stop(self, run: Run) -> None:
+        run.stop(f"the privacy budget of epsilon {self.epsilon:g} is used up")

@@ -1,0 +1,314 @@
+"""Gradients of single examples beside torch.func, and private training on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from builders import model
+from test_derivatives import Attention, Recurrent, exported
+from torch import nn
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.data.loader import draw
+from graphopt.errors import GraphoptError
+from graphopt.graph import roles
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.roles import Role
+from graphopt.graph.shapes import ensure_typed
+from passes.gradients.examples import Examples
+
+N = 5
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 6, 3, stride=2, padding=1)
+        self.grouped, self.deep = (
+            nn.Conv2d(6, 12, 3, groups=3, dilation=2, padding=2),
+            nn.Conv2d(12, 12, 1, groups=12),
+        )
+        self.norm, self.head = nn.GroupNorm(3, 12), nn.Linear(12, 4)
+        self.scale = nn.Parameter(torch.rand(12, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.silu(self.grouped(nn.functional.gelu(self.first(x))))
+        return self.head((self.norm(self.deep(h)) * self.scale).mean((2, 3)))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Tied(nn.Module):
+    """A table that is read by tokens and multiplies the last state, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.positions = (
+            nn.Embedding(4, 6),
+            nn.Linear(6, 6),
+            nn.Parameter(torch.rand(7, 6)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.layer(self.table(x) + self.positions))
+        return torch.tanh(self.layer(h)).mean(1) @ self.table.weight.T
+
+
+class LastAxis(nn.Module):
+    """Attention as of PyTorch without batch_first: rows are the second axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.head = nn.LayerNorm(8), nn.MultiheadAttention(8, 2), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x).transpose(0, 1)
+        return self.head(self.attention(h, h, h)[0].mean(0))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dense": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), (6,)),
+    "convolutions": (Convolutions, (2, 9, 9)),
+    "recurrent": (Recurrent, (1, 8, 8)),
+    "gated": (Gated, (3, 6)),
+    "attention": (Attention, (3, 8)),
+    "tied": (Tied, (7,)),
+    "last-axis": (LastAxis, (5, 8)),
+}
+
+
+def batch_of(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    module = make().eval()
+    if name == "recurrent":
+        module.norm = nn.Identity()  # an exporter folds it
+    x = torch.randint(0, 4, (N, *shape)) if name == "tied" else torch.randn(N, *shape)
+    return module, x, torch.arange(N) % 4
+
+
+def of_examples(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> dict[str, np.ndarray]:
+    """Return the gradients of examples as PyTorch computes them, in float64."""
+    module, rows = module.double(), []
+    for i in range(len(x)):
+        row = x[i : i + 1]
+        loss = nn.functional.cross_entropy(
+            module(row if row.dtype == torch.int64 else row.double()), target[i : i + 1]
+        )
+        rows.append(torch.autograd.grad(loss, [*module.parameters()]))
+    stacks = [torch.stack(each).numpy() for each in zip(*rows, strict=True)]
+    return dict(zip(dict(module.named_parameters()), stacks, strict=True))
+
+
+def norms_of(gradients: dict[str, np.ndarray]) -> np.ndarray:
+    return np.sqrt(sum((each.reshape(len(each), -1) ** 2).sum(1) for each in gradients.values()))
+
+
+def with_gradients(source: object, **options: bool) -> ir.Model:
+    """Return a model with the gradients of examples as outputs."""
+    step = graphopt.standard(loss=passes.CrossEntropy(), gradient=None, simplify=None)(source)
+    ensure_typed(step)
+    with Emitter(step) as op:
+        loss, weights = roles.only(step, Role.LOSS, "test"), roles.with_role(step, Role.PARAMETER)
+        for w, value in Examples(op, step, loss, weights, **options).gradients().items():
+            step.graph.outputs.append(op.Identity(value, _outputs=[f"{w.name}.each"]))
+    return step
+
+
+@pytest.mark.parametrize("dynamo", [True, False], ids=["exporter", "torchscript"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_examples_have_the_norms_and_clipped_means_of_pytorch(name: str, dynamo: bool) -> None:
+    module, x, target = batch_of(name)
+    file = exported(module, x[:3], dynamo)
+    gradient = passes.PrivateGradient(0.7, rows=N)
+    step = graphopt.compile(file, loss=passes.CrossEntropy(), gradient=gradient, training=None)
+    expected = of_examples(module, x, target)
+    norms = norms_of(expected)
+    found = graphopt.run(step, {"x": x.numpy(), "target": target.numpy()})
+    np.testing.assert_allclose(found["example_norms"], norms, rtol=2e-6)
+    factors = np.minimum(1, 0.7 / (norms + 1e-6))
+    clipped = [np.tensordot(factors, each, 1) / N for each in expected.values()]
+    own = sum(float(np.square(found[y]).sum()) for y in found if y.endswith(".grad"))
+    np.testing.assert_allclose(own, sum(float(np.square(each).sum()) for each in clipped), rtol=1e-5)
+    for weight, each in zip(expected, clipped, strict=True):
+        if f"{weight}.grad" in found and found[f"{weight}.grad"].shape == each.shape:
+            np.testing.assert_allclose(found[f"{weight}.grad"], each, atol=2e-6 * np.abs(each).max() + 1e-9)
+
+
+def private_step(multiplier: float = 1.0, **options: float) -> ir.Model:
+    return graphopt.compile(
+        models.mlp((4,), 3),
+        loss=passes.CrossEntropy(),
+        gradient=passes.PrivateGradient(0.5, **options),
+        clip=passes.GaussianNoise(multiplier),
+        optimizer=passes.SGD(0.1),
+    )
+
+
+def data_of(rows: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((rows, 4)).astype(np.float32)
+    return {"x": x, "target": x[:, :3].argmax(1)}
+
+
+def test_noise_is_normal_with_its_deviation_and_differs_from_step_to_step() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    wide = graphopt.compile(
+        models.linear((400,), 100),
+        loss=passes.MeanSquaredError(),
+        gradient=passes.PrivateGradient(0.5, rows=8),
+        clip=passes.GaussianNoise(2.0),
+        optimizer=passes.SGD(1.0),
+    )
+    executor = graphopt.Executor(wide)
+    rows = {"x": np.zeros((3, 400), np.float32), "target": np.zeros((3, 100), np.float32)}
+    drawn = []
+    for key in ([1, 2], None, None, [7, -5]):
+        before = executor.state["layers.0.weight"].copy()
+        executor.step(rows if key is None else {**rows, "noise_key": np.int32(key)})
+        drawn.append((before - executor.state["layers.0.weight"]).ravel() / (2.0 * 0.5 / 8))
+    for i, noise in enumerate(drawn):
+        assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.01
+        assert stats.kstest(noise, "norm").pvalue > 0.001
+        assert all(abs(np.corrcoef(noise, other)[0, 1]) < 0.02 for other in drawn[:i])
+
+
+def test_fit_draws_batches_by_poisson_sampling_and_keeps_to_a_budget() -> None:
+    accounting = pytest.importorskip("dp_accounting")
+    data, budget = data_of(300), graphopt.callbacks.PrivacyBudget(3.0, 1e-4)
+    executor = graphopt.Executor(private_step())
+    options = {"batch_size": 30, "sampling": "poisson", "validation": None, "callbacks": [budget]}
+    records = graphopt.fit(executor, data, epochs=9, **options)
+    event = accounting.PoissonSampledDpEvent(0.1, accounting.GaussianDpEvent(1.0))
+
+    def spent(steps: int) -> float:
+        composed = accounting.SelfComposedDpEvent(event, steps)
+        return accounting.pld.PLDAccountant().compose(composed).get_epsilon(1e-4)
+
+    assert records[-1]["epsilon"] == pytest.approx(spent(executor.steps), rel=1e-3)
+    assert spent(executor.steps) <= 3.0 < spent(executor.steps + 1)
+    multiplier = graphopt.privacy.multiplier_for(3.0, rows=300, batch_size=30, steps=90, delta=1e-4)
+    assert graphopt.privacy.epsilon(300, 30, 90, multiplier, 1e-4) == pytest.approx(3, abs=0.05)
+    assert executor.hyperparameters["expected_rows"] == 30 and np.any(executor.hyperparameters["noise_key"])
+
+
+def test_poisson_sampling_draws_each_row_by_itself() -> None:
+    random, rows = np.random.default_rng(0), np.arange(100, 500)
+    batches = [batch for _ in range(50) for batch in draw(rows, 40, "poisson", random)]
+    sizes = np.array([len(batch) for batch in batches])
+    assert len(batches) == 500 and abs(sizes.mean() - 40) < 1 and 30 < sizes.var() < 42
+    assert all(len(np.unique(batch)) == len(batch) for batch in batches)
+    again = list(draw(rows, 40, "poisson", np.random.default_rng(1)))
+    rest = list(draw(rows, 40, "poisson", np.random.default_rng(1), len(again[0]) + len(again[1])))
+    assert [x.tolist() for x in again[2:]] == [x.tolist() for x in rest]
+
+
+def test_the_norms_of_examples_are_an_output() -> None:
+    data = data_of(6)
+    step = graphopt.compile(
+        models.mlp((4,), 3), loss=passes.CrossEntropy(), clip=passes.ExampleNorms(), optimizer=passes.SGD(0.0)
+    )
+    found = graphopt.run(step, data)["example_norms"]
+    alone = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), clip=passes.GradientNorm())
+    rows = [{name: x[i : i + 1] for name, x in data.items()} for i in range(6)]
+    np.testing.assert_allclose(found, [graphopt.run(alone, row)["gradient_norm"] for row in rows], rtol=1e-5)
+
+
+def test_a_penalty_is_no_examples_gradient_and_a_row_that_is_not_finite_counts_as_none() -> None:
+    data = data_of(6)
+    steps = {"loss": passes.CrossEntropy(), "gradient": passes.PrivateGradient(0.1, rows=6)}
+    plain = graphopt.run(graphopt.compile(models.mlp((4,), 3), **steps), data)
+    penalized = graphopt.compile(models.mlp((4,), 3), **steps, regularizer=passes.L2(0.1))
+    weights = {x.name: x.const_value for x in penalized.graph.initializers.values()}
+    found = graphopt.run(penalized, data)
+    np.testing.assert_allclose(found["example_norms"], plain["example_norms"], rtol=1e-5)
+    w = weights["layers.0.weight"].numpy()
+    difference = found["layers.0.weight.grad"] - plain["layers.0.weight.grad"]
+    np.testing.assert_allclose(difference, difference.mean() / w.mean() * w, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradient": lambda: passes.PrivateGradient(0.0)}, "max_norm"),
+        ({"loss": lambda: passes.CrossEntropy(sample_weight=True)}, "weighted mean: set loss.reduction=sum"),
+        ({"loss": lambda: passes.CrossEntropy(ignore_index=-1)}, "weighted mean: set loss.reduction=sum"),
+        ({"gradient": passes.Gradient}, "expected gradients of clipped examples"),
+    ],
+)
+def test_what_is_not_private_is_refused(
+    change: dict[str, Callable[[], passes.GradientSource]], message: str
+) -> None:
+    steps = {
+        "loss": passes.CrossEntropy,
+        "gradient": passes.PrivateGradient,
+        "clip": passes.GaussianNoise,
+    } | change
+    with pytest.raises(GraphoptError, match=message):
+        graphopt.compile(models.mlp((4,), 3), **{name: make() for name, make in steps.items()})
+
+
+MIXING = """
+< ir_version: 10, opset_import: ["": 21] >
+agraph (float[N,3] x) => (float[N,2] y) < float[3,2] w > { %s }
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ("m = ReduceMean(x) c = Sub(x, m) y = MatMul(c, w)", "treat each row"),
+        (
+            "h = MatMul(x, w) axes = Constant<value_ints=[0]>() s = ReduceSum(h, axes) y = Sub(h, s)",
+            "treat each row",
+        ),
+    ],
+)
+def test_rows_that_depend_on_each_other_are_refused(nodes: str, message: str) -> None:
+    mixing = model(MIXING % nodes, w=np.ones((3, 2), np.float32))
+    with pytest.raises(GraphoptError, match=message):
+        graphopt.compile(mixing, loss=passes.MeanSquaredError(), gradient=passes.PrivateGradient())
+    fixed = model(MIXING.replace("N", "4") % "y = MatMul(x, w)", w=np.ones((3, 2), np.float32))
+    with pytest.raises(GraphoptError, match="open batch"):
+        graphopt.compile(fixed, loss=passes.MeanSquaredError(), gradient=passes.PrivateGradient())
+
+
+def test_batch_statistics_and_sites_without_a_formula_are_refused() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    file = graphopt.export(module, torch.zeros(2, 1, 4, 4))
+    steps = {"loss": passes.CrossEntropy(), "training": passes.TrainingMode()}
+    with pytest.raises(GraphoptError, match="batch statistics"):
+        graphopt.compile(file, **steps, gradient=passes.PrivateGradient())
+    module, x, _ = batch_of("gated")
+    with pytest.raises(GraphoptError, match="scan=True"):
+        graphopt.compile(
+            exported(module, x[:3]), loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(scan=False)
+        )
+
+
+def test_masks_are_drawn_for_each_row_and_a_sum_counts_as_its_parts() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+    file, data = exported(module, torch.zeros(3, 4)), data_of(5)
+    step = graphopt.compile(
+        file,
+        loss=passes.CrossEntropy(reduction="sum"),
+        training=passes.TrainingMode(),
+        gradient=passes.PrivateGradient(1e6, rows=1),
+    )
+    plain = graphopt.compile(file, loss=passes.CrossEntropy(reduction="sum"), training=passes.TrainingMode())
+    found, expected = graphopt.run(step, data), graphopt.run(plain, data)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)
