@@ -25,6 +25,7 @@ from passes.differentiate import Jacobian as Jacobian
 from passes.differentiate import StopGradient as StopGradient
 from passes.differentiate import VectorJacobianProduct as VectorJacobianProduct
 from passes.differentiate import stop_gradient as stop_gradient
+from passes.example_gradients import *
 from passes.explanations import *
 from passes.gradients import Gradient as Gradient
 from passes.gradients import GradientSource as GradientSource

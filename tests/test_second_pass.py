@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 import pytest
 import torch
-from builders import linear, mlp, model
+from builders import mlp
 from steps import exported
 from torch import nn
 
 import graphopt
 import passes
-from graphopt.graph.roles import Role, with_role
 
 STEPS = 20
 X, LABELS = torch.rand(8, 1, 8, 8), torch.arange(8) % 5
