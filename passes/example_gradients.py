@@ -31,14 +31,14 @@ class ExampleGradients(Pass):
     """Add outputs of the gradients of the loss of each example by the parameters. Run it after the loss.
 
     Args:
-        form: `rows` adds `example_gradients` [n, all parameters]; `squares` adds, for each parameter NAME, `NAME.fisher`,
+        form: `rows` adds `example_gradients` [n, all parameters]; `squares` adds `NAME.fisher` for each parameter NAME,
             the sum over rows of squared gradients.
         project: the number of columns onto which rows are projected by random signs, which keeps inner products in the
             mean (Johnson, Lindenstrauss 1984). None does not project.
         seed: the seed of the signs.
 
     Raises:
-        GraphoptError: the model has no loss or parameter, or gradients of examples are refused, as by `PrivateGradient`.
+        GraphoptError: the model has no loss, or gradients of examples are refused, as by `PrivateGradient`.
 
     >>> steps = {"loss": passes.CrossEntropy(), "gradient": passes.ExampleGradients(project=8)}
     >>> [output.name for output in graphopt.compile(models.mlp((4,), 3), **steps).graph.outputs]
@@ -87,7 +87,7 @@ class ElasticWeights(Regularizer):
     that the file has (https://doi.org/10.1073/pnas.1611835114).
 
     Args:
-        fisher: arrays by the names of parameters, as `graphopt.fisher` returns them. Parameters without one move freely.
+        fisher: arrays by the names of parameters, as `graphopt.fisher` returns them. Others move freely.
         strength: the factor of the penalty.
 
     Raises:
@@ -109,8 +109,8 @@ class ElasticWeights(Regularizer):
         information = np.asarray(self.fisher[name_of(w)])
         if information.shape != start.numpy().shape:
             raise GraphoptError(
-                f"ElasticWeights: expected the information of {w.name!r} in the shape {list(start.numpy().shape)}, found "
-                f"{list(information.shape)}: compute it for this model by graphopt.fisher"
+                f"ElasticWeights: expected the information of {w.name!r} in the shape {list(start.numpy().shape)}, "
+                f"found {list(information.shape)}: compute it for this model by graphopt.fisher"
             )
         change = w - op.constant(start.numpy(), like=w)
         return (

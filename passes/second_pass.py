@@ -33,8 +33,8 @@ class SharpnessAware(GradientSource):
     Emit the gradient g at the parameters w, the forward pass again at w + rho g / |g|, and the gradients there, which
     the optimizer applies to w. Norms are of all parameters together. A step costs two. Both passes have the same masks
     of Dropout, and running statistics follow the first one, as does the reported loss. With `passes.Accumulate` or
-    several workers, each batch has a place of its own, as in the paper. `passes.Recompute` recomputes values of the first
-    pass only.
+    several workers, each batch has a place of its own, as in the paper. `passes.Recompute` recomputes values of the
+    first pass only.
 
     Args:
         rho: the distance of the second pass.
@@ -136,7 +136,7 @@ class AdversarialTraining(Pass):
         x = trained_on(inputs[0])
         if not between(model.graph, [loss], [x]):
             raise GraphoptError(
-                f"AdversarialTraining: the loss does not depend on {inputs[0].name!r} differentiably: name another input"
+                f"AdversarialTraining: the loss does not depend on {inputs[0].name!r} differentiably: set `input`"
             )
         with Emitter(model) as op:
             place = like(stop_gradient(op, self._attack().attack(op, model, x, loss)), x)

@@ -16,6 +16,16 @@ QUANTIZATION = "fake_quantize"
 
 MUTANTS = [
     *of(
+        "passes/second_pass.py",
+        "second_pass",
+        ("sharpness_aware", "places.values())", "[*first])\n        places = {w: w for w in first}"),
+        ("sharpness_aware", "like(w + (", "like(w - ("),
+        ("sharpness_aware", "redirect(uses, places[w])", "pass"),
+        ("sharpness_aware", "self.rho / (norm + 1e-12)", "self.rho"),
+        ("adversarial", "stop_gradient(op, self._attack", "(self._attack"),
+        ("adversarial", "(1 - self.share) * clean", "clean"),
+    ),
+    *of(
         "passes/quantization/fake_quantize.py",
         QUANTIZATION,
         ("pytorchs", "self._round_bias(bias, flat, scale_of_x * scale, is_shared)", "bias"),

@@ -1,4 +1,4 @@
-"""Influence of rows and the Fisher information beside autograd in PyTorch; tests/peers compares influence with captum."""
+"""Influence of rows and the Fisher information beside autograd in PyTorch; tests/peers has captum's influence."""
 
 from __future__ import annotations
 
@@ -115,6 +115,6 @@ def test_wrong_data_and_wrong_information_are_named() -> None:
         graphopt.fisher(file, {**rows(5, 0), "target": np.zeros(4, np.int64)}, LOSS)
     held = passes.ElasticWeights({"head.bias": np.zeros(2)})
     with pytest.raises(
-        graphopt.GraphoptError, match="ElasticWeights: expected the information of 'head.bias'"
+        graphopt.GraphoptError, match=r"ElasticWeights: expected the information of 'head\.bias'"
     ):
         graphopt.compile(file, loss=LOSS, regularizer=held)

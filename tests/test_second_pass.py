@@ -1,4 +1,4 @@
-"""SAM and adversarial training beside the same loops in PyTorch: 20 losses, with Dropout's masks and batch statistics."""
+"""SAM and adversarial training beside the same loops in PyTorch, with batch statistics; masks of Dropout."""
 
 from __future__ import annotations
 
