@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import SURROGATE
 from graphopt.graph.randomness import normal, uniform
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, set_role
@@ -60,6 +61,8 @@ class PrivateGradient(GradientSource):
     ) -> dict[ir.Value, ir.Value]:
         ((loss, seed),) = seeds.items()
         examples = Examples(op, model, loss, wrt, seed, self.scan)
+        for part in examples.parts:
+            SURROGATE.mark(part)  # the gradient is not the slope of the loss
         norms = op.Sqrt(examples.squared_norms()) / op.cast(seed, ir.DataType.FLOAT)
         report_norms(op, model, norms)
         bound = state.declare(model, MAX_NORM, np.array(self.max_norm, np.float32), Role.HYPERPARAMETER)

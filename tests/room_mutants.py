@@ -14,6 +14,8 @@ FAULTS = "room_faults"
 
 QUANTIZATION = "fake_quantize"
 
+PRIVATE = "private"
+
 MUTANTS = [
     *of(
         "passes/second_pass.py",
@@ -24,6 +26,21 @@ MUTANTS = [
         ("sharpness_aware", "self.rho / (norm + 1e-12)", "self.rho"),
         ("adversarial", "stop_gradient(op, self._attack", "(self._attack"),
         ("adversarial", "(1 - self.share) * clean", "clean"),
+    ),
+    *of(
+        "passes/private.py",
+        PRIVATE,
+        ("clipped_means and dense", "op.Min(bound / (norms + 1e-6), 1.0)", "op.Min(bound / bound, 1.0)"),
+        ("clipped_means and dense", "bound / (norms + 1e-6)", "bound / (op.ReduceMean(norms) + 1e-6)"),
+        ("noise_is_normal", "/ inputs[EXPECTED_ROWS]", "/ inputs[EXPECTED_ROWS] / inputs[EXPECTED_ROWS]"),
+        ("noise_is_normal", "state.counter(model)\n", "op.constant(0)\n"),
+        ("noise_is_normal", "number + i, key)", "number + i)"),
+    ),
+    *of(
+        "passes/gradients/examples.py",
+        PRIVATE,
+        ("clipped_means and tied-exporter", "total = gradient if total is None else total + gradient", "total = gradient"),
+        ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
     ),
     *of(
         "passes/quantization/fake_quantize.py",

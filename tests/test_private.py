@@ -261,10 +261,7 @@ def test_what_is_not_private_is_refused(
         graphopt.compile(models.mlp((4,), 3), **{name: make() for name, make in steps.items()})
 
 
-MIXING = """
-< ir_version: 10, opset_import: ["": 21] >
-agraph (float[N,3] x) => (float[N,2] y) < float[3,2] w > { %s }
-"""
+MIXING = "g (float[N,3] x) => (float[N,2] y) { %s }"
 
 
 @pytest.mark.parametrize(

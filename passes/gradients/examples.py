@@ -78,8 +78,8 @@ class Product:
         places, rows, columns = dims_of(self.a)[-2], dims_of(self.a)[-1], dims_of(self.b)[-1]
         if places == 1 and rank(self.a) == 3:
             return _sum_square(op, self.a) * _sum_square(op, self.b)
-        known = all(isinstance(size, int) for size in (places, rows, columns))
-        if known and 2 * places**2 >= rows * columns:
+        known = [size for size in (places, rows, columns) if isinstance(size, int)]
+        if len(known) == 3 and 2 * known[0] ** 2 >= known[1] * known[2]:
             return _sum_square(op, self.gradient(op))
         return _inner(op, _by_pairs(op, self.a), _by_pairs(op, self.b))
 
@@ -130,7 +130,7 @@ class Site:
         model = x if model is None else model
         x = op.cast(x, wide_type(x)) if is_floating(x) else x
         before, after = dims_of(model)[: (axis := self.rows.axes.get(model, 0))], dims_of(model)[axis + 1 :]
-        length = self.rows.lengths.get(model, 1)
+        length: int | None = self.rows.lengths.get(model, 1)
         if model in self.rows.merged:
             length = math.prod(n if isinstance(n, int) else 0 for n in self.rows.merged[model][:-1]) or None
             split = op.Reshape(x, op.Concat([-1], self.n, op.shape_of(model, 1), axis=0))
@@ -232,7 +232,7 @@ def _conv(op: Emitter, site: Site, *, group: int) -> Form | None:
     if places > 1 or any(n != 1 for n in node.attributes.get_ints("strides", ())):
         kernels = np.tile(np.eye(places).reshape(places, 1, *taps), (channels, *[1] * (rank(w) - 1)))
         attributes = {**dict(node.attributes), "group": channels}
-        x = op.call_op("Conv", [x, op.constant(kernels, like=x)], attributes)
+        x = op.Conv(x, op.constant(kernels, like=x), **attributes)
     sizes = dims_of(dy)[2:]
     length = (
         math.prod(n for n in sizes if isinstance(n, int)) if all(isinstance(n, int) for n in sizes) else None
@@ -242,7 +242,7 @@ def _conv(op: Emitter, site: Site, *, group: int) -> Form | None:
         part = _swapped(op, op.Reshape(value, [0, group, count // group, -1]))
         part.shape = ir.Shape([None, group, length, count // group])
         parts.append(part)
-    return Product(*parts, w)
+    return Product(parts[0], parts[1], w)
 
 
 def _gather(op: Emitter, site: Site, *, axis: int) -> Form | None:
@@ -264,9 +264,8 @@ def _normalization(op: Emitter, site: Site) -> Form | None:
     if site.index == 1:
         ones = op.Expand(op.constant(1.0, like=given(scale)), op.shape_of(given(scale)))
         bias = [op.Expand(op.constant(0.0, like=b), op.shape_of(b)) for b in rest[:1] if b is not None]
-        terms = dy * op.cast(
-            op.call_op(node.op_type, [x, ones, *bias, *rest[1:]], dict(node.attributes)), dy.dtype
-        )
+        (again, *_) = op.emit_again(node, [x, ones, *bias, *rest[1:]])
+        terms = dy * op.cast(again, dy.dtype)
     by_channel = node.op_type not in ("LayerNormalization", "RMSNormalization")
     dims = [*dims_of(site.operand), *[1] * (rank(y) - 2 if by_channel else 0)]
     return site.summed(op, terms, y, dims)
@@ -328,7 +327,7 @@ class Examples:
                 f"{fixed[0].shape if fixed else '[]'}: export a dynamic batch, or set normalize.batch=free"
             )
         for node in self.graph:
-            if OF_BATCH.is_set(node) or node.attributes.get_int("training_mode", 0):
+            if OF_BATCH.is_set(node) or bool(node.attributes.get_int("training_mode", 0)):
                 raise GraphoptError(
                     f"gradients of examples: expected rows that do not depend on each other, found batch "
                     f"statistics in {node_label(node)}: set training=none, or replace it by GroupNormalization"
@@ -336,10 +335,8 @@ class Examples:
         others = [x for x in model.graph.inputs if x not in batched]
         self.rows = places_of_rows(model, batched, constant=others, drawn=True)
         self.n = op.shape_of(batched[0], 0, 1)
-        self._reduced = self._parts_of(loss)
-        elements = [
-            given(node.inputs[0]) for node in map(ir.Value.producer, self._reduced) if node is not None
-        ]
+        self.parts = self._parts_of(loss)
+        elements = [given(node.inputs[0]) for node in map(ir.Value.producer, self.parts) if node is not None]
         path = between(self.graph, elements, self.parameters)
         for node in path:
             mixed = [y for y in node.outputs if y.name and not self.rows.has(y) and y not in self.rows.fixed]
@@ -358,20 +355,18 @@ class Examples:
             if x in of_weights
         ]
         # Penalties, and the factors of several losses.
-        inner = {node for y in self._reduced for node in (given(y).producer(),)} | {
+        inner = {node for y in self.parts for node in (given(y).producer(),)} | {
             node for node in path if any(map(self.rows.has, node.outputs))
         }
         rest = [
-            node
-            for node in between(self.graph, [loss], [*self.parameters, *self._reduced])
-            if node not in inner
+            node for node in between(self.graph, [loss], [*self.parameters, *self.parts]) if node not in inner
         ]
         seed = op.constant(1.0, like=loss) if seed is None else seed
-        if loss in self._reduced:
+        if loss in self.parts:
             seeds, self.of_penalty = {loss: seed}, {}
         else:
-            outer = backward(op, _view(rest, op), {loss: seed}, [*self.parameters, *self._reduced])
-            seeds = {y: outer[y] for y in self._reduced if y in outer}
+            outer = backward(op, _view(rest, op), {loss: seed}, [*self.parameters, *self.parts])
+            seeds = {y: outer[y] for y in self.parts if y in outer}
             self.of_penalty = {w: outer[w] for w in self.parameters if w in outer}
         for y in seeds:
             if BATCH_WEIGHT.read(y) == "rows":
@@ -386,17 +381,14 @@ class Examples:
 
     def _parts_of(self, loss: ir.Value) -> list[ir.Value]:
         """Return the sums and means over rows that the loss consists of."""
-        noted = {y: note for node in self.graph for y in node.outputs if (note := BATCH_WEIGHT.read(y))}
+        computed = (y for node in self.graph for y in node.outputs)
+        noted = {y: note for y in (*self.graph.inputs, *computed) if (note := BATCH_WEIGHT.read(y))}
         if "mean" in noted.values():
             raise GraphoptError(
                 "gradients of examples: expected a loss whose divisor does not depend on the rows, found a weighted "
                 "mean: set loss.reduction=sum, or leave out weights and ignore_index"
             )
-        parts = [
-            y
-            for y, note in noted.items()
-            if note in ("rows", "sum") and (node := y.producer()) and self.rows.has(node.inputs[0])
-        ]
+        parts = [y for y, note in noted.items() if note in ("rows", "sum") and y.producer() is not None]
         if not parts or len(parts) < len(noted):
             raise GraphoptError(
                 f"gradients of examples: expected a loss that is a sum or a mean of losses of rows, found "
@@ -527,7 +519,10 @@ class Examples:
                 if (dy := self._dys.get(y)) is not None:
                     factor = self._placed(weights, y)
                     seeds[y] = like(
-                        op.Where(factor > 0, dy * op.cast(factor, dy.dtype), op.constant(0.0, like=dy)), y
+                        op.Where(
+                            op.Greater(factor, 0.0), dy * op.cast(factor, dy.dtype), op.constant(0.0, like=dy)
+                        ),
+                        y,
                     )
             view = _view([*self._chain, node], op)
             for w, gradient in backward(op, view, seeds, self.parameters).items():

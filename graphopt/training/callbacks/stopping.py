@@ -309,7 +309,7 @@ class PrivacyBudget(Callback):
                 "PrivacyBudget: expected gradient=passes.PrivateGradient(...), clip=passes.GaussianNoise(...) and "
                 "fit(sampling='poisson'), found another training: its rows are not protected"
             )
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "rows": run.sampled_rows,
             "batch_size": round(float(numbers[state.EXPECTED_ROWS])),
             "multiplier": float(numbers[state.MULTIPLIER]),
