@@ -24,7 +24,6 @@ MUTANTS = [
         ("sharpness_aware", "like(w + (", "like(w - ("),
         ("sharpness_aware", "redirect(uses, places[w])", "pass"),
         ("sharpness_aware", "self.rho / (norm + 1e-12)", "self.rho"),
-        ("adversarial", "stop_gradient(op, self._attack", "(self._attack"),
         ("adversarial", "(1 - self.share) * clean", "clean"),
     ),
     *of(
@@ -39,7 +38,11 @@ MUTANTS = [
     *of(
         "passes/gradients/examples.py",
         PRIVATE,
-        ("clipped_means and tied-exporter", "total = gradient if total is None else total + gradient", "total = gradient"),
+        (
+            "clipped_means and tied-exporter",
+            "total = gradient if total is None else total + gradient",
+            "total = gradient",
+        ),
         ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
     ),
     *of(
