@@ -24,6 +24,7 @@ from graphopt.graph.listing import listing
 from graphopt.graph.loading import load
 from graphopt.graph.storage import save
 from graphopt.hosts.export import export_hosts
+from graphopt.influence import fisher, influence
 from graphopt.inspection.check import check
 from graphopt.inspection.plot import dot, mermaid, plot
 from graphopt.inspection.summary import summary
@@ -83,12 +84,14 @@ __all__ = [
     "export_artifacts",
     "export_hosts",
     "from_checkpoint",
+    "fisher",
     "fit",
     "fit_table",
     "from_sklearn",
     "generate",
     "grad",
     "hessian",
+    "influence",
     "jacobian",
     "listing",
     "load",

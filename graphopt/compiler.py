@@ -176,11 +176,13 @@ def compile(model: Source, **steps: Any) -> ir.Model:
         loss: adds the loss, for example `passes.CrossEntropy()`; `passes.Losses` is for several outputs, `passes.CTC`
             for sequences of labels without times, `passes.OwnLoss` for a model that computes its own loss.
         regularizer: adds a penalty on parameters chosen by name, for example `passes.L2(1e-4)`; a list adds several.
+            `passes.AdversarialTraining(0.03)` trains on inputs near by with a larger loss.
         precision: computes matrix products, convolutions and the operators between them in 16 bits, for example
             `passes.MixedPrecision()`; parameters, their updates and the trained model stay float32.
         gradient: differentiates the loss with respect to the parameters; `passes.Gradient()` by default.
-            `passes.StopGradient(values)` before it treats values as constants. `passes.OrtGradient()` uses the
-            gradients of onnxruntime-training.
+            `passes.StopGradient(values)` before it treats values as constants. `passes.SharpnessAware(0.05)` takes the
+            gradients at weights near by with a larger loss (SAM). `passes.OrtGradient()` uses the gradients of
+            onnxruntime-training.
         recompute: saves memory by running parts of the forward pass again during the backward pass, for example
             `passes.Recompute()`.
         clip: clips gradients, for example `passes.ClipGlobalNorm(1.0)`; `passes.GradientNorm()` and

@@ -25,6 +25,7 @@ from passes.differentiate import Jacobian as Jacobian
 from passes.differentiate import StopGradient as StopGradient
 from passes.differentiate import VectorJacobianProduct as VectorJacobianProduct
 from passes.differentiate import stop_gradient as stop_gradient
+from passes.example_gradients import *
 from passes.explanations import *
 from passes.gradients import Gradient as Gradient
 from passes.gradients import GradientSource as GradientSource
@@ -53,6 +54,7 @@ from passes.quantization import *
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *
+from passes.second_pass import *
 from passes.standardize import Standardize as Standardize
 from passes.training_mode import TrainingMode as TrainingMode
 from passes.unroll_loops import UnrollLoops as UnrollLoops

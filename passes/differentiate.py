@@ -12,10 +12,11 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import STOP_GRADIENT, Flag, InferenceForm
+from graphopt.graph.metadata import BATCH_WEIGHT, ROLE, STOP_GRADIENT, Flag, InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import (
     dims_of,
     dtype_of,
@@ -360,6 +361,22 @@ def elsewhere(
     for y in copies.values():
         InferenceForm.remove(y)
         InferenceForm.remove(producer_of(y))
+    return copies
+
+
+def again_from(
+    op: Emitter, graph: ir.Graph, results: Iterable[ir.Value], replaced: Mapping[ir.Value, ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Compute `results` again in the same graph from replaced values of the same shapes, and return the copies.
+
+    Sizes, and masks whose shapes they are, are those of the first time.
+    """
+    needed = ancestors(results)
+    nodes = [node for node in graph if node in needed and node.op_type not in ("Shape", "Size")]
+    copies = elsewhere(op, nodes, replaced)
+    for y in copies.values():
+        ROLE.remove(y)
+        BATCH_WEIGHT.remove(y)
     return copies
 
 

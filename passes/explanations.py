@@ -107,9 +107,9 @@ def _gradient(op: Emitter, graph: ir.Graph, y: ir.Value, seed: ir.Value, x: ir.V
 
 
 def _nodes(model: ir.Model, y: ir.Value) -> list[ir.Node]:
-    """Return the nodes that compute `y`, in order."""
+    """Return the nodes that compute `y`, in order, but sizes, which are the same elsewhere."""
     needed = ancestors([y])
-    return [node for node in model.graph if node in needed]
+    return [node for node in model.graph if node in needed and node.op_type not in ("Shape", "Size")]
 
 
 def _gradient_at(
@@ -367,15 +367,18 @@ class PGD(_Attack):
             raise GraphoptError(f"PGD: expected low < high, found {self.low} and {self.high}")
 
     def attack(self, op: Emitter, model: ir.Model, x: ir.Value, loss: ir.Value) -> ir.Value:
-        nodes = _nodes(model, loss)
+        def moved(op: Emitter, at: ir.Value, gradient: ir.Value) -> ir.Value:
+            inside = op.Max(op.Min(at + self.step * op.Sign(gradient), x + self.epsilon), x - self.epsilon)
+            inside = inside if self.low is None else op.Max(inside, self.low)
+            return inside if self.high is None else op.Min(inside, self.high)
+
+        nodes, seed = _nodes(model, loss), ones_like(op, loss)
+        first = moved(op, x, _gradient(op, model.graph, loss, seed, x))
+        if self.steps == 1:
+            return first
 
         def turn(op: Emitter, at: list[ir.Value], _: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
-            gradient = _gradient_at(op, nodes, x, at[0], loss, ones_like(op, loss))
-            moved = at[0] + self.step * op.Sign(gradient)
-            inside = op.Max(op.Min(moved, x + self.epsilon), x - self.epsilon)
-            if self.low is not None:
-                inside = op.Max(inside, self.low)
-            return [inside if self.high is None else op.Min(inside, self.high)], []
+            return [moved(op, at[0], _gradient_at(op, nodes, x, at[0], loss, seed))], []
 
-        (adversarial,) = scan_over(op, turn, [x], [op.constant(np.zeros(self.steps, np.int64))])
+        (adversarial,) = scan_over(op, turn, [first], [op.constant(np.zeros(self.steps - 1, np.int64))])
         return adversarial

@@ -52,11 +52,18 @@ LAYERS: dict[str, dict[str, Any]] = {
     "16 bits": IN_16_BITS,
     "bfloat16": {**ADAMW, "precision": passes.MixedPrecision("bfloat16")},
     "fused": {**MOMENTUM, "fuse": passes.Fuse()},
+    "sharpness": {**MOMENTUM, "gradient": passes.SharpnessAware(0.1)},
+    "attacked": {**MOMENTUM, "regularizer": passes.AdversarialTraining(0.1, steps=2, share=0.5)},
 }
 # Those of convolutions, a normalization, pooling and a layer.
 IMAGES: dict[str, dict[str, Any]] = {
     "batch statistics": {**MOMENTUM, "training": passes.TrainingMode(seed=3)},
     "augmented": {**MOMENTUM, "augment": AUGMENT},
+    "sharpness of batches": {
+        **MOMENTUM,
+        "training": passes.TrainingMode(seed=3),
+        "gradient": passes.SharpnessAware(0.1),
+    },
     "recomputed": {**ADAMW, "recompute": passes.Recompute()},
     "dynamic scale": {**IN_16_BITS, "loss_scale": passes.DynamicLossScale()},
     "pruned channels": {

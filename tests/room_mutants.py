@@ -18,6 +18,15 @@ PRIVATE = "private"
 
 MUTANTS = [
     *of(
+        "passes/second_pass.py",
+        "second_pass",
+        ("sharpness_aware", "places.values())", "[*first])\n        places = {w: w for w in first}"),
+        ("sharpness_aware", "like(w + (", "like(w - ("),
+        ("sharpness_aware", "redirect(uses, places[w])", "pass"),
+        ("sharpness_aware", "self.rho / (norm + 1e-12)", "self.rho"),
+        ("adversarial", "(1 - self.share) * clean", "clean"),
+    ),
+    *of(
         "passes/private.py",
         PRIVATE,
         ("clipped_means and dense", "op.Min(bound / (norms + 1e-6), 1.0)", "op.Min(bound / bound, 1.0)"),

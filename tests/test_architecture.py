@@ -24,7 +24,7 @@ FLOORS = [
     {"targets"},
     {"passes"},
     {"runtime", "compiler", "derivatives"},
-    {"inspection", "testing", "on_device", "hosts", "layer", "generation", "exporting"},
+    {"influence", "inspection", "testing", "on_device", "hosts", "layer", "generation", "exporting"},
     {"training"},
     {"distributed"},
     {"cli", "callbacks"},

@@ -176,7 +176,7 @@ def test_every_pass_of_a_family_has_a_recipe() -> None:
             f"passes.{name}"
             for name, member in vars(passes).items()
             if inspect.isclass(member) and issubclass(member, family) and not inspect.isabstract(member)
-        }
+        } - {"passes.ElasticWeights"}  # its arrays are no text
         assert leaves <= named, group
 
 

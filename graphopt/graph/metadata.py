@@ -113,7 +113,8 @@ ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if 
 ATTENTION_SCORES = Flag("graphopt.attention_scores")
 TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
-SURROGATE = Flag("graphopt.surrogate")  # a node whose gradient is another than its slope on purpose
+# A node whose gradient is another than its slope on purpose, or such a gradient of the loss
+SURROGATE = Flag("graphopt.surrogate")
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
 # Of such a node: the name of the result in the file, if not the weight's
 STORED_AS = Text("graphopt.stored_as")

@@ -18,7 +18,7 @@ from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
 from graphopt.graph.inference import stand_in
-from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.metadata import GRADIENT_OF, SURROGATE
 from graphopt.graph.rewriting import Pass, has_names, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.rules import rewrite, rule_set
@@ -126,6 +126,8 @@ def _note_gradients(model: ir.Model) -> None:
         if name is not None and x is not None and x.producer() is not None:
             GRADIENT_OF.remove(y)
             GRADIENT_OF.write(x, GRADIENT_OF.read(x) or name)
+            if SURROGATE.is_set(y):
+                SURROGATE.set(x)
 
 
 def simplify_algebra(model: ir.Model) -> bool:

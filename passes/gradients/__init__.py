@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph import roles, state
 from graphopt.graph.dequantization import dequantize_late
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED, Kind, Origin
+from graphopt.graph.metadata import GRADIENT_OF, SURROGATE, UNTRAINED, Kind, Origin
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed, sizes_of_inputs
@@ -46,6 +46,7 @@ class GradientSource(Pass):
     """
 
     loss_scale: float | None = within("(0, inf)", None, kw_only=True)
+    is_slope: ClassVar[bool] = True  # whether gradients are those of the reported loss
 
     @abstractmethod
     def backward(
@@ -84,6 +85,8 @@ class GradientSource(Pass):
                     gradient = gradient * op.Cast(inverse, to=gradient.dtype)
                 gradient = op.Identity(gradient, _outputs=[gradient_of(parameter)])
                 GRADIENT_OF.write(gradient, name_of(parameter))
+                if not self.is_slope:
+                    SURROGATE.set(gradient)
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
         sizes_of_inputs(model)
         dequantize_late(model)

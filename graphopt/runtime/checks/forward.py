@@ -91,6 +91,9 @@ def forward_of(plain: ir.Model) -> LossFunction:
         owner = OWNER.read(x)
         if x.name in known and owner in names:
             forward.moved.setdefault(owner, []).append(name_of(x))
+    for name, y in gradients.items():
+        if SURROGATE.is_set(y):
+            forward.unchecked[name] = "it is the gradient at other weights"
     for reason, nodes in surrogates.items():
         before = computed_from(y for node in nodes for y in node.outputs)
         forward.unchecked |= {name_of(x): reason for x in parameters if x in before}
