@@ -30,7 +30,7 @@ import graphopt
 import passes
 from graphopt import cli, models
 from graphopt.graph import provenance
-from graphopt.graph.roles import FED, with_role
+from graphopt.graph.roles import FED, Role, with_role
 from graphopt.runtime.checks import first_check, updates, verdicts
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
@@ -281,6 +281,23 @@ def test_a_wrong_update_of_some_numbers_is_found(monkeypatch):
     monkeypatch.setattr(passes.AdamW, "update", wrong)
     found = after_steps(2, optimizer=passes.AdamW())
     assert {x.verdict for x in found} == {"differs"}
+
+
+@pytest.mark.usefixtures("numbers")
+def test_a_wrong_update_of_one_parameter_is_found_beside_equal_ones(monkeypatch):
+    step = graphopt.load(compiled(optimizer=passes.AdamW()))
+    part = updates.update_part(step, forward_of(step).gradients)
+    assert sum(x.op_type == "Sqrt" for x in part.model.graph) < len(with_role(step, Role.PARAMETER))
+    own, updated = passes.AdamW.update, []
+
+    def wrong(self, op, w, g, rate, t, *slots):
+        updated.append(w)
+        new, *rest = own(self, op, w, g, rate, t, *slots)
+        return (w + 1.01 * (new - w) if len(updated) == 2 else new, *rest)
+
+    monkeypatch.setattr(passes.AdamW, "update", wrong)
+    found = after_steps(2, optimizer=passes.AdamW())
+    assert [x.name for x in found if x.verdict == "differs"] == ["b1"]
 
 
 class Halfway(passes.Average):

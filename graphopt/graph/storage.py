@@ -31,6 +31,7 @@ from graphopt.graph.limits import Limits
 from graphopt.graph.mapped import MappedFile, RoomyTensor, like_tensor
 from graphopt.graph.not_a_model import check_path, not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
+from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
@@ -129,8 +130,7 @@ def _bytes(proto: onnx.ModelProto) -> bytes:
 @contextlib.contextmanager
 def _runtimes_domains(model: ir.Model) -> Iterator[None]:
     """Move operators that the runtime knows only in ONNX's domain there, in a `with` block; see `load`."""
-    nodes = [node for graph in model.graphs() for node in graph if node.domain == MICROSOFT]
-    moved = [node for node in nodes if node.op_type in RUNTIMES_OWN]
+    moved = [node for node in nodes_of(model) if node.domain == MICROSOFT and node.op_type in RUNTIMES_OWN]
     try:
         for node in moved:
             node.domain = ""

@@ -27,6 +27,20 @@ def extracted_model(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequen
     return ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values()))
 
 
+def viewed_model(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
+    """Return the part of a model that computes outputs, without a copy: nodes and values are those of the model."""
+    graph, needed = model.graph, ancestors(outputs)
+    view = ir.GraphView(
+        graph.inputs,
+        outputs,
+        nodes=[node for node in graph if node in needed],
+        initializers=[*graph.initializers.values()],
+        opset_imports=graph.opset_imports,
+        name=graph.name,
+    )
+    return ir.Model(view, ir_version=model.ir_version, functions=list(model.functions.values()))  # type: ignore[arg-type]
+
+
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Return the subgraphs of a node: the branches of an If, or the body of a loop."""
     attributes = node.attributes.data  # the dictionary inside, which is faster

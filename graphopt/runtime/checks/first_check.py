@@ -27,7 +27,7 @@ from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.precision import retype
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import weight_bytes
-from graphopt.graph.traversal import all_nodes, extracted_model
+from graphopt.graph.traversal import all_nodes, viewed_model
 from graphopt.graph.values import name_of, swap
 from graphopt.pipeline import garbage_waits
 from graphopt.runtime.checks.file import file_findings
@@ -40,19 +40,21 @@ from graphopt.runtime.checks.slopes import (
     SINGLE,
     Arrays,
     Direction,
+    Entries,
     Precision,
     Question,
     Slope,
     Verdict,
     agree_at_once,
     dot,
+    dot_along,
     is_finite,
     norm_of,
     slope_along,
     typical_sizes,
     wide,
 )
-from graphopt.runtime.checks.updates import Updates, forget_types, some_of, update_part
+from graphopt.runtime.checks.updates import Updates, some_of, update_part
 from graphopt.runtime.checks.verdicts import ROOM, digest_of, read_note, write_note, write_reproducer
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import placement_of
@@ -73,7 +75,8 @@ FARTHEST_MOVE = 4
 MOST_PASSES, MOST_LARGE_PASSES = 300, 40
 # Numbers of a parameter on average, from which on only some of them are updated, as a graph of its own.
 MANY = 2**17
-PERIOD = 65537  # numbers from which random ones repeat, a prime
+FEW = 16  # times as many numbers has an array of which a direction holds the places that move
+PERIOD = 8191  # numbers from which random ones repeat, a prime
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
 REFERENCE = Path(__file__).parents[3] / "passes" / "optimizers" / "reference.py"
@@ -260,10 +263,8 @@ class _Step:
             is_worth = numbers >= MANY * max(1, len(self.forward.gradients))
             self._update = update_part(whole, self.forward.gradients) if is_worth else None
             if self._update is not None:
-                made = {y.name for y in self._update.graph.outputs}
-                shown = [y for y in whole.graph.outputs if y.name not in made]
-                whole = extracted_model(whole, list(whole.graph.inputs), shown)
-                forget_types(whole)
+                shown = [y for y in whole.graph.outputs if y.name not in self._update.outputs]
+                whole = viewed_model(whole, shown)
             # Few runs do not make up for the runtime's optimization.
             self._session = Session(device, whole, optimized=False)
         self._whole = whole
@@ -307,14 +308,17 @@ class _Step:
         part = self._update
         if part is None:
             return Updates(self._whole, self.run, self.state, self.outputs, self.gradients, self.norms)
-        session = Session(self._device, part, optimized=False)
+        session = Session(self._device, part.model, optimized=False)
         state, gradients = (
             {name: some_of(x) for name, x in xs.items()} for xs in (self.state, self.gradients)
         )
         given = {self.forward.gradients[name]: g for name, g in gradients.items()}
 
         def run(arrays: Arrays) -> Arrays:
-            return session.compute_arrays(_fed(part, {**arrays, **given}))
+            def computed(xs: Arrays) -> Arrays:
+                return session.compute_arrays(_fed(part.model, xs))
+
+            return part.compute(computed, {**arrays, **given})
 
         return Updates(self._whole, run, state, run(state), gradients, self.norms)
 
@@ -418,9 +422,10 @@ class _Slopes:
         self._sizes = typical_sizes({name: step.state[name] for name in names})
         self._norms = {name: step.norms[name] for name in names}
         self._typical = float(np.median([self._norms[name] * self._length(name) for name in names])) or 1.0
+        self._zeros = {name: int(np.count_nonzero(step.gradients[name] == 0)) for name in names}
         self._entry = {
-            name: self._norms[name] / math.sqrt(max(1, int(np.count_nonzero(step.gradients[name]))))
-            for name in names
+            name: self._norms[name] / math.sqrt(max(1, step.gradients[name].size - zeros))
+            for name, zeros in self._zeros.items()
         }
 
     def findings(self) -> Iterator[Finding]:
@@ -436,7 +441,7 @@ class _Slopes:
             return
         dtype = np.float64 if self._is_double else np.float32
         self._point = {name: step.state[name].astype(dtype, copy=False) for name in self._names}
-        signed = [name for name in self._names if self._is_double or (step.gradients[name] == 0).any()]
+        signed = [name for name in self._names if self._is_double or self._zeros[name]]
         if signed and not step.is_full:
             asked = self._along_gradients(self._names), self._along_signs(signed)
             if both := agree_at_once(self._loss, self._point, start, asked):
@@ -508,7 +513,7 @@ class _Slopes:
             (name,) = names
             direction = {name: self._step.gradients[name] / (self._norms[name] or 1.0)}
             return self._question(direction, 0.0, self._precision)
-        rng, direction = np.random.default_rng(1), {}
+        rng, direction = np.random.default_rng(1), Arrays()
         for name in names:
             if norm := self._norms[name]:
                 g = self._step.gradients[name]
@@ -523,7 +528,8 @@ class _Slopes:
 
     def _along_signs(self, names: Sequence[str]) -> Question:
         """Ask along random signs of each entry, in float32 of those whose gradient is 0."""
-        rng, direction, square = np.random.default_rng(2), {}, 0.0
+        rng, square = np.random.default_rng(2), 0.0
+        direction: dict[str, np.ndarray | Entries] = {}
         slopes = {name: self._norms[name] * self._sizes[name] for name in self._names}
         typical = float(np.median([*slopes.values()])) or 1.0
         least = min((x for x in self._entry.values() if x), default=0.0)
@@ -531,14 +537,20 @@ class _Slopes:
             g, scale = self._step.gradients[name], self._sizes[name]
             scale *= min(1.0, typical / (slopes[name] or typical))
             signs = scale * rng.choice([-1.0, 1.0], min(PERIOD, g.size))
-            where = np.ones(g.shape, bool) if self._is_double else g == 0
-            direction[name] = _periodic(np.multiply, where, signs.astype(g.dtype))
-            square += (self._entry[name] or least) ** 2 * dot(direction[name], direction[name])
+            signs = signs.astype(g.dtype)
+            if not self._is_double and self._zeros[name] * FEW <= g.size:
+                where = np.flatnonzero(g == 0)
+                direction[name] = Entries(where, signs[where % signs.size])
+            else:
+                direction[name] = _periodic(
+                    np.multiply, np.ones(g.shape, bool) if self._is_double else g == 0, signs
+                )
+            square += (self._entry[name] or least) ** 2 * _square(direction[name])
         return self._question(direction, self._precision.lost * math.sqrt(square), self._precision)
 
-    def _question(self, direction: Arrays, least: float, precision: Precision) -> Question:
+    def _question(self, direction: Direction, least: float, precision: Precision) -> Question:
         """Ask whether slopes agree along a direction."""
-        length = math.sqrt(sum(dot(d, d) for d in direction.values()))
+        length = math.sqrt(sum(_square(d) for d in direction.values()))
         least = max(least, 2e-6 * max(self._norms.values()) * length)
         return Question(direction, _inner(self._step.gradients, direction), least, precision)
 
@@ -573,7 +585,13 @@ def _periodic(operation: np.ufunc, x: np.ndarray, numbers: np.ndarray) -> np.nda
 
 def _inner(gradients: Arrays, direction: Direction) -> float:
     """Return the inner product of gradients and a direction."""
-    return sum(dot(gradients[name], d) for name, d in direction.items())
+    return sum(dot_along(gradients[name], d) for name, d in direction.items())
+
+
+def _square(d: np.ndarray | Entries) -> float:
+    """Return the squared length of a part of a direction."""
+    numbers = d.numbers if isinstance(d, Entries) else d
+    return dot(numbers, numbers)
 
 
 def _difference(finding: Finding) -> float:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 Arrays = dict[str, np.ndarray]
-Direction = Mapping[str, np.ndarray]
+
+
+class Entries(NamedTuple):
+    """Hold the numbers of an array that are not 0, and their places in its one axis."""
+
+    where: np.ndarray
+    numbers: np.ndarray
+
+
+Direction = Mapping[str, np.ndarray | Entries]
 Verdict = Literal["agrees", "differs", "not checked"]
 
 # The roundings of types, relative to the number, and how many of them noise has that shows what rounding does.
@@ -100,6 +109,22 @@ def dot(x: np.ndarray, y: np.ndarray) -> float:
     return total + float(np.einsum("i,i->", x[count:], y[count:], dtype=np.float64))
 
 
+def dot_along(x: np.ndarray, d: np.ndarray | Entries) -> float:
+    """Return the inner product of an array and a part of a direction."""
+    return dot(x.ravel()[d.where], d.numbers) if isinstance(d, Entries) else dot(x, d)
+
+
+def move_along(x: np.ndarray, d: np.ndarray | Entries, step: float, out: np.ndarray) -> np.ndarray:
+    """Write an array that is moved along a part of a direction into `out`: another one, or the part itself."""
+    if isinstance(d, Entries):
+        np.copyto(out, x)
+        out.reshape(-1)[d.where] += step * d.numbers
+    else:
+        np.multiply(d, step, out=out, dtype=out.dtype)
+        out += x
+    return out
+
+
 def norm_of(x: np.ndarray) -> float:
     """Return the Euclidean norm of an array."""
     return math.sqrt(dot(x, x))
@@ -148,7 +173,8 @@ class Question:
         return max(
             (
                 max(d.max(initial=0.0), -d.min(initial=0.0)) / sizes[name]
-                for name, d in self.direction.items()
+                for name, part in self.direction.items()
+                for d in (part.numbers if isinstance(part, Entries) else part,)
             ),
             default=0.0,
         )
@@ -168,7 +194,8 @@ def agree_at_once(
 ) -> tuple[float, float] | None:
     """Return the change of a loss by steps along several directions at once, and the one by its gradient.
 
-    Return None unless they are so close that the slope along each direction agrees on this side.
+    Return None unless they are so close that the slope along each direction agrees on this side. The directions are
+    overwritten.
     """
     moved, expected, allowed = dict(point), 0.0, math.inf
     for question in asked:
@@ -178,9 +205,9 @@ def agree_at_once(
         step = question.step(start, move) if question.found else 2 * MOVED / move
         step = math.copysign(step, question.found)  # uphill along each, so that a factor of all adds up
         for name, d in question.direction.items():
-            change = np.multiply(d, step, dtype=point[name].dtype)
-            change += moved[name]
-            moved[name] = change
+            x = point[name]
+            out = np.empty_like(x, order="C") if isinstance(d, Entries) or d.dtype != x.dtype else d
+            moved[name] = move_along(moved[name], d, step, out)
         expected += step * question.found
         allowed = min(allowed, abs(step) * question.allowed)
     found = loss(moved) - start
@@ -207,12 +234,11 @@ def slope_along(loss: Callable[[Arrays], float], point: Arrays, start: float, as
         return Slope(0.0, found, 0.0, "agrees" if abs(found) <= least else "differs")
     first = asked.step(start, relative)
     ends: dict[float, tuple[float, float]] = {}
-    moved = {name: np.empty_like(point[name]) for name in direction}
+    moved = {name: np.empty_like(point[name], order="C") for name in direction}
 
     def loss_at(step: float) -> float:
         for name, d in direction.items():
-            np.multiply(d, step, out=moved[name])
-            moved[name] += point[name]
+            move_along(point[name], d, step, moved[name])
         return loss(point | moved)
 
     def at(multiple: float) -> tuple[float, float, float]:

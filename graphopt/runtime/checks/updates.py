@@ -13,7 +13,7 @@ from graphopt.graph.metadata import OWNER
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS
 from graphopt.graph.roles import FED, STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE, MASK, STEP, accumulators
-from graphopt.graph.traversal import extracted_model
+from graphopt.graph.traversal import ancestors, extracted_model
 from graphopt.graph.values import constant_of, name_of, next_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_of, wide
@@ -21,7 +21,43 @@ from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_
 UPDATE_SAMPLE = 2**14  # numbers of a parameter that are compared if the update of one reads no others
 
 
-def update_part(step: ir.Model, gradients: Mapping[str, str]) -> ir.Model | None:
+class UpdatePart:
+    """Hold the part of a step that makes a new state of gradients, for some numbers of each in place of all.
+
+    Parameters whose new state is made by equal nodes are computed as one: their numbers follow each other.
+
+    Attributes:
+        model: the part, with the names of one parameter of each form.
+        outputs: the names of what it computes, of all parameters.
+
+    Args:
+        same: for each input and output that several parameters share, its name in the part and those of the others,
+            in the order of the parameters.
+        parameters: the names of the parameters, in this order, by each of these names in the part.
+    """
+
+    def __init__(
+        self, model: ir.Model, outputs: set[str], same: dict[str, list[str]], parameters: dict[str, list[str]]
+    ) -> None:
+        self.model, self.outputs, self._same, self._parameters = model, outputs, same, parameters
+
+    def compute(self, run: Callable[[Arrays], Arrays], arrays: Arrays) -> Arrays:
+        """Return the outputs of all parameters; `run` computes those of the part."""
+        joined = {
+            name: np.concatenate([arrays[each] for each in names])
+            for name, names in self._same.items()
+            if name in arrays
+        }
+        outputs = run({**arrays, **joined})
+        for name, names in self._same.items():
+            if name in outputs:
+                sizes = [arrays[parameter].size for parameter in self._parameters[name]]
+                parts = np.split(outputs[name], np.cumsum(sizes)[:-1])
+                outputs |= dict(zip(names, parts, strict=True))
+        return outputs
+
+
+def update_part(step: ir.Model, gradients: Mapping[str, str]) -> UpdatePart | None:
     """Return the part of a step that makes a new state of gradients, for some numbers of each in place of all.
 
     Return None unless each new number depends only on those at its own place, and on numbers that all share.
@@ -29,38 +65,74 @@ def update_part(step: ir.Model, gradients: Mapping[str, str]) -> ir.Model | None
     Args:
         gradients: the names of the gradients, by those of the parameters.
     """
-    state = {name_of(x): x for x in with_role(step, *STATE)}
-    owned = {name for name, x in state.items() if name in gradients or OWNER.read(x) in gradients}
-    owned |= {name_of(x) for x in with_role(step, Role.COUNTER)}
-    new = {*map(next_of, owned), LEARNING_RATE}
+    owners: dict[str | None, str] = {}
+    for x in with_role(step, *STATE):
+        owner = name_of(x) if x.name in gradients else OWNER.read(x)
+        if owner is not None and owner in gradients:
+            owners[x.name] = owner
+    known = {y: name for name, y in gradients.items()}
+    given = {y: known[y.name] for node in step.graph for y in node.outputs if y.name in known}
+    counters = {name_of(x) for x in with_role(step, Role.COUNTER)}
+    new = {next_of(name): owner for name, owner in owners.items() if name is not None}
+    new |= dict.fromkeys((*map(next_of, counters), LEARNING_RATE), "")
     outputs = [y for y in step.graph.outputs if y.name in new]
-    known = {*gradients.values()}
-    given = [y for node in step.graph for y in node.outputs if y.name in known]
-    part = extracted_model(step, [*step.graph.inputs, *given], outputs)
-    for node in part.graph:
-        values = [x for x in (*node.inputs, *node.outputs) if x is not None]
-        shapes = {x.shape if x.shape is None else tuple(x.shape) for x in values} - {()}
-        own = any(
-            len(x.shape or ()) and constant_of(x) is not None and not x.is_graph_input() for x in values
-        )
-        if (
-            node.op_type not in ELEMENTWISE_OPERATORS
-            or node.domain
-            or len(shapes) > 1
-            or None in shapes
-            or own
-        ):
-            return None
+    needed = ancestors(outputs, {node for y in given if (node := y.producer()) is not None})
     fed = {x.name for x in with_role(step, *FED)}
-    for x in list(part.graph.inputs):
-        if x.name in fed and x.uses():
+    forms = dict[ir.Value, tuple[object, str]]()  # of a value: how it is made, and of which parameter
+
+    def form_of(x: ir.Value) -> tuple[object, str]:
+        if x not in forms:
+            owner = given.get(x) or owners.get(x.name, "")
+            kind: object = "gradient" if x in given else name_of(x).removeprefix(owner)
+            if not owner and not x.is_graph_input() and (number := constant_of(x)) is not None:
+                kind = number.tobytes()
+            forms[x] = (kind, x.dtype, bool(len(x.shape or ()))), owner
+        return forms[x]
+
+    numbers = dict[object, int]()
+    for node in (node for node in step.graph if node in needed):
+        inputs = [x for x in node.inputs if x is not None]
+        shapes = {x.shape if x.shape is None else tuple(x.shape) for x in (*inputs, *node.outputs)} - {()}
+        own = any(
+            len(x.shape or ()) and constant_of(x) is not None and not x.is_graph_input() for x in inputs
+        )
+        read = [form_of(x) for x in inputs]
+        of = {owner for _, owner in read if owner}
+        is_elementwise = node.op_type in ELEMENTWISE_OPERATORS and not node.domain
+        if not is_elementwise or len(shapes) > 1 or None in shapes or own or len(of) > 1:
             return None
+        if any(x.name in fed for x in inputs):
+            return None
+        attributes = tuple((x.name, str(x.value)) for x in node.attributes.values())
+        form = (node.op_type, attributes, *(x is not None for x in node.inputs), *(kind for kind, _ in read))
+        for y in node.outputs:
+            forms[y] = numbers.setdefault((form, y.index()), len(numbers)), next(iter(of), "")
+    made: dict[str, dict[str, object]] = {}
+    for y in outputs:
+        made.setdefault(new[name_of(y)], {})[name_of(y).removeprefix(new[name_of(y)])] = form_of(y)[0]
+    scalars = {owners.get(x.name, "") for x in step.graph.inputs if not len(x.shape or ())}
+    groups: dict[object, list[str]] = {}
+    for name, kinds in made.items():
+        groups.setdefault(name if name in scalars else frozenset(kinds.items()), []).append(name)
+    firsts = {names[0]: names for names in groups.values()}
+    shown = [y for y in outputs if new[name_of(y)] in firsts]
+    part = extracted_model(
+        step, [*step.graph.inputs, *(y for y, name in given.items() if name in firsts)], shown
+    )
+    for x in list(part.graph.inputs):
         if not x.uses() and not x.is_graph_output():
             part.graph.inputs.remove(x)
+    same, parameters = dict[str, list[str]](), dict[str, list[str]]()
     for x in (*part.graph.inputs, *part.graph.outputs):
         x.shape = ir.Shape([None] * min(1, len(x.shape or ())))
+        name = name_of(x)
+        first = known.get(name) or owners.get(name) or new.get(name, "")
+        if first and len(names := firsts[first]) > 1:
+            kind = name.removeprefix(first)
+            same[name] = [gradients[each] if name in known else each + kind for each in names]
+            parameters[name] = names
     forget_types(part)
-    return part
+    return UpdatePart(part, {name_of(y) for y in outputs}, same, parameters)
 
 
 def forget_types(part: ir.Model) -> None:
