@@ -391,7 +391,9 @@ def test_an_inference_model_is_no_training_graph():
 
 
 def test_the_graph_that_an_executor_holds_has_no_state(executor):
-    with pytest.raises(graphopt.GraphoptError, match=r"^step: expected a training graph with its state, found 'fc0.bias'"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^step: expected a training graph with its state, found 'fc0.bias'"
+    ):
         graphopt.Executor(executor.model)
 
 
