@@ -86,7 +86,8 @@ function narrow(type, x) {
 /** Put a block of the numbers of a state into a file, which strides place in both, times a factor. */
 export function put(bytes, block, numbers) {
   const { state, offset, shape, strides, first, state_strides: own, factor, type } = block;
-  const [held, width] = [numbers?.BYTES_PER_ELEMENT, type ? 2 : numbers?.BYTES_PER_ELEMENT];
+  const held = numbers?.BYTES_PER_ELEMENT;
+  const width = held && type ? 2 : held;
   const lists = [shape, strides, own];
   const isWhole = width && lists.every(Array.isArray) && [offset, first, ...lists.flat()].every(isSize);
   const count = isWhole && shape.reduce((a, b) => a * b, 1);
