@@ -390,6 +390,13 @@ def test_an_inference_model_is_no_training_graph():
         graphopt.Executor(mlp())
 
 
+def test_the_graph_that_an_executor_holds_has_no_state(executor):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^step: expected a training graph with its state, found 'fc0.bias'"
+    ):
+        graphopt.Executor(executor.model)
+
+
 def test_report_limits_what_comes_back():
     executor = graphopt.Executor(compiled(), report=["loss"])
     assert set(executor.step(x=X, target=T)) == {"loss"}

@@ -23,6 +23,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.graph.loading import load
+from graphopt.graph.metadata import LABELS, Architecture
 from graphopt.graph.storage import Content
 from graphopt.runtime.session import Session
 from graphopt.targets.native import cache as cached
@@ -194,6 +195,20 @@ def test_a_library_is_compiled_once(cache, parts, monkeypatch):
     monkeypatch.setattr(toolchain, "_run", lambda *_, **__: pytest.fail("compiled again"))
     assert lower_to_kernels(model).library == first
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_what_only_describes_a_model_lowers_and_checks_nothing_anew(cache, parts):
+    """The name of the base in a folder of PEFT, and those of classes, are in no key of the cache."""
+    step, files = step_of(), []
+    for base in ("mine", "other/base"):
+        described = Architecture(base=base).write(load(step))
+        LABELS.write(described, f'["a", "b", "{base}"]')
+        executor = graphopt.Executor(described, native=True)
+        with strict(False):
+            executor.step(batches(1)[0])
+        assert Architecture.read(executor.model).base == base
+        files.append({*cache.parent.rglob("*")})
+    assert not [path.name for path in files[1] - files[0]]
 
 
 @pytest.mark.slow

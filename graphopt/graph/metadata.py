@@ -602,6 +602,28 @@ class Architecture(
         return self.type.startswith(("gemma", "nemotron", "qwen3_5")) and not self.type.startswith("gemma4")
 
 
+# Notes of a model from which nothing is computed: what a folder or a page says about it
+_DESCRIBING = (Architecture.KEY, LABELS.key, PIXEL_RANGE.key)
+
+
+def forget_description(model: ir.Model) -> None:
+    """Remove the notes that only describe a model."""
+    for key in _DESCRIBING:
+        model.metadata_props.pop(key, None)
+
+
+@contextlib.contextmanager
+def undescribed(model: ir.Model) -> Iterator[None]:
+    """Take the notes that only describe a model out of it, in a `with` block."""
+    notes = dict(model.metadata_props)
+    forget_description(model)
+    try:
+        yield
+    finally:
+        model.metadata_props.clear()
+        model.metadata_props.update(notes)
+
+
 @dataclass(frozen=True)
 class LeftOut(Note, key="graphopt.left_out", expected="names of parameters"):
     """Record the exported program's parameters that are missing in the file."""

@@ -29,6 +29,7 @@ from graphopt.files import replacing
 from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
 from graphopt.graph.mapped import MappedFile, RoomyTensor, like_tensor
+from graphopt.graph.metadata import undescribed
 from graphopt.graph.not_a_model import check_path, not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
 from graphopt.graph.traversal import nodes_of
@@ -83,6 +84,12 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model as bytes without its large weights, to which it refers as external data, and these by name."""
     with external(model) as weights:
         return whole(model), weights
+
+
+def identity(model: ir.Model) -> tuple[bytes, Weights]:
+    """Return a model's skeleton without the notes that only describe it, by which caches know what it computes."""
+    with undescribed(model):
+        return skeleton(model)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -26,6 +28,7 @@ from graphopt.runtime.saved_adapter import peft_adapter, slot_arrays
 from graphopt.runtime.saved_folder import ADAPTER_FILE
 
 _TYPES = ("float32", "float64")  # that a host multiplies
+_NARROW = ("float16", "bfloat16")  # that it rounds float32 to
 
 _State = Mapping[str, np.ndarray]
 _Arrays = dict[str, np.ndarray]
@@ -41,16 +44,20 @@ def adapter_files(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], E
     for form, of in (("onnxruntime", _slots), ("peft", _peft)) if any(adapted(model)) else ():
         with warnings.catch_warnings(), contextlib.suppress(GraphoptError):
             warnings.simplefilter("ignore")
-            arrays = functools.partial(_arrays, model, form)
+            arrays, kept = (
+                functools.partial(_arrays, model, form),
+                _arrays(model, form, initial, rounded=True),
+            )
             made, name, offsets = of(model, initial)
-            described[form] = {**{x: [] for x in made}, name: [*_blocks(arrays, initial, offsets)]}
+            types = {x: array.dtype for x, array in kept.items()}
+            described[form] = {**{x: [] for x in made}, name: [*_blocks(arrays, types, initial, offsets)]}
             files |= made
     return files, described
 
 
 def _slots(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], str, dict[str, int]]:
     """Return the adapter file of ONNX Runtime, its name, and the place of each array in it."""
-    content, offsets = located(_arrays(model, "onnxruntime", initial))
+    content, offsets = located(_arrays(model, "onnxruntime", initial, rounded=True))
     return {ADAPTER_FILE: content}, ADAPTER_FILE, offsets
 
 
@@ -61,16 +68,22 @@ def _peft(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], str, dict
     return files, WEIGHTS, {name: place.offset for name, place in places(files[WEIGHTS]).items()}
 
 
-def _arrays(model: ir.Model, form: str, state: _State) -> _Arrays:
-    """Return the arrays of a file by name."""
+def _arrays(model: ir.Model, form: str, state: _State, *, rounded: bool = False) -> _Arrays:
+    """Return the arrays of a file by name, those of slots before they are rounded to 16 bits unless asked for."""
     if form == "onnxruntime":
-        return slot_arrays(adaptations(model, state, "hosts"))
+        own = adaptations(model, state, "hosts")
+        return slot_arrays(own if rounded else [replace(x, stored=None) for x in own])
     return safetensors.numpy.load(_peft(model, state)[0][WEIGHTS])
 
 
-def _blocks(of: Callable[[_State], _Arrays], initial: _State, offsets: Mapping[str, int]) -> Iterator[Entry]:
+def _blocks(
+    of: Callable[[_State], _Arrays],
+    types: Mapping[str, np.dtype[Any]],
+    initial: _State,
+    offsets: Mapping[str, int],
+) -> Iterator[Entry]:
     """Yield each block that a file has of a state: its place and its strides in the file and in the state."""
-    names, kept = [*initial], of(initial)
+    names = [*initial]
     firsts = np.cumsum([1, *(x.size for x in initial.values())])
     consecutive = {
         name: np.arange(first, first + x.size, dtype=np.float64).reshape(x.shape)
@@ -91,15 +104,16 @@ def _blocks(of: Callable[[_State], _Arrays], initial: _State, offsets: Mapping[s
             strides = [int(np.diff(part, axis=i).flat[0]) if n > 1 else 0 for i, n in enumerate(part.shape)]
             origin = [x.start for x in block]
             steps = [math.prod(base.shape[i + 1 :]) for i in range(base.ndim)]
-            state, dtype = names[owner], kept[name].dtype
+            state, dtype = names[owner], types[name]
+            own = initial[state].dtype
+            is_rounded = dtype.name in _NARROW and own == np.float32
             if (
                 others
                 or not inside[block].all()
                 or base[block].any()
                 or (part != _strided(int(part.flat[0]), part.shape, strides)).any()
                 or not np.allclose(numbers[block], (part + firsts[owner]) * factor, rtol=1e-9)
-                or dtype.name not in _TYPES
-                or dtype != initial[state].dtype
+                or not (is_rounded or (dtype == own and dtype.name in _TYPES))
             ):
                 raise GraphoptError(f"hosts: {name!r}: expected blocks of the state, found other numbers")
             yield {
@@ -110,6 +124,7 @@ def _blocks(of: Callable[[_State], _Arrays], initial: _State, offsets: Mapping[s
                 "first": int(part.flat[0]),
                 "state_strides": strides,
                 "factor": factor,
+                **({"type": dtype.name} if is_rounded else {}),
             }
 
 

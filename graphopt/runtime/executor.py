@@ -17,7 +17,7 @@ from graphopt.arguments import checked, keywords_of
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.loading import Source, load
-from graphopt.graph.roles import FED, Role, with_role
+from graphopt.graph.roles import FED, STATE, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of
 from graphopt.pipeline import garbage_waits
@@ -115,6 +115,16 @@ def fed_by(
     return {**(data or {}), **named} if named else data or {}
 
 
+def _check_initial(model: ir.Model) -> None:
+    """Raise an error if state has no initial value, as in the graph that an executor holds."""
+    for x in with_role(model, *STATE):
+        if x.const_value is None:
+            raise GraphoptError(
+                f"step: expected a training graph with its state, found {name_of(x)!r} without a value: pass the graph "
+                "that an executor was opened with, not executor.model"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Parts:
     """Hold the parts of an executor.
@@ -173,6 +183,7 @@ class Executor(ExecutorState):
         chosen = ExecutorOptions(**options)
         with garbage_waits():
             device, model = chosen.opened(), load(step)
+            _check_initial(model)
             self._assemble(Parts(chosen, device, model, StateBuffers(device, model)))
 
     def _assemble(self, parts: Parts) -> None:

@@ -135,7 +135,8 @@ class StepSessions:
             kept = self._kept() if may_wait else None
             is_small = not self.several and weight_bytes(model) <= REHEARSED_WEIGHTS
             is_long = sys.executable and (
-                len(model.graph) >= REHEARSED_NODES or (not is_strict() and lacks_parts(model))
+                len(model.graph) >= REHEARSED_NODES
+                or (not is_strict() and lacks_parts(model, self.device.product_precision))
             )
             if kept is None and may_wait and is_small and is_long:
                 rehearsal = self.rehearsal(native=True)

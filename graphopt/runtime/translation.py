@@ -35,7 +35,7 @@ from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.system_memory import NoRoom, check_room, give_back, taken
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
-from graphopt.targets.native.attention import switch_of_attention
+from graphopt.targets.native.attention import attending_to_many, attends
 
 COMPARED_STEPS = 2  # of a call of several
 NOISY_STEPS = 8  # to see how much of a difference is rounding
@@ -161,13 +161,9 @@ class Translation:
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return ""
         errors = self._errors(expected, results, state, state)
-        attends_to_many = None if few is None else switch_of_attention(form.model, form.library)
-        if attends_to_many is not None:
-            attends_to_many.value = 1
-            try:
+        if few is not None and form.library is not None and attends(form.model):
+            with attending_to_many(form.library):
                 others = self._errors(expected, self._run(form, source, feeds, state), state, state)
-            finally:
-                attends_to_many.value = 0
             errors = {name: max(error, others[name]) for name, error in errors.items()}
         limit = allowed_error(self._unit)
         if max(errors.values(), default=0.0) <= limit:

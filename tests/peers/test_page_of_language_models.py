@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import shutil
@@ -108,7 +109,11 @@ def test_what_the_page_gives_computes_what_python_trains(
     base = model(torch.tensor(ids)).logits.detach().numpy()
     assert abs(expected - base).max() > 0.3
     with torch.no_grad():
-        adapted = peft.PeftModel.from_pretrained(model, tmp_path).eval()(torch.tensor(ids)).logits.numpy()
+        adapted = (
+            peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path)
+            .eval()(torch.tensor(ids))
+            .logits.numpy()
+        )
     np.testing.assert_allclose(adapted, expected, atol=5e-3)
     served = og.Model(str(site.with_name("with_slots")))
     adapters, generator = og.Adapters(served), og.Generator(served, og.GeneratorParams(served))

@@ -72,9 +72,22 @@ export function safetensors(bytes) {
   }
 }
 
+/** Return the bits of the bfloat16 or float16 number nearest to a float32 number, ties to even. */
+function narrow(type, x) {
+  const bits = new Uint32Array(Float32Array.of(x).buffer)[0];
+  if (type === "bfloat16") return Number.isNaN(x) ? 0x7fc0 : (bits + 0x7fff + ((bits >>> 16) & 1)) >>> 16;
+  const [sign, size] = [(bits >>> 16) & 0x8000, Math.abs(x)];
+  if (!(size < 65520)) return sign | (Number.isNaN(x) ? 0x7e00 : 0x7c00);
+  const exponent = Math.max(((bits >>> 23) & 255) - 127, -14);
+  const [whole, rest] = [Math.floor(size * 2 ** (10 - exponent)), (size * 2 ** (10 - exponent)) % 1];
+  return sign | ((exponent + 14) * 1024 + whole + (rest > 0.5 || (rest === 0.5 && whole % 2) ? 1 : 0));
+}
+
 /** Put a block of the numbers of a state into a file, which strides place in both, times a factor. */
-export function put(bytes, { state, offset, shape, strides, first, state_strides: own, factor }, numbers) {
-  const width = numbers?.BYTES_PER_ELEMENT;
+export function put(bytes, block, numbers) {
+  const { state, offset, shape, strides, first, state_strides: own, factor, type } = block;
+  const held = numbers?.BYTES_PER_ELEMENT;
+  const width = held && type ? 2 : held;
   const lists = [shape, strides, own];
   const isWhole = width && lists.every(Array.isArray) && [offset, first, ...lists.flat()].every(isSize);
   const count = isWhole && shape.reduce((a, b) => a * b, 1);
@@ -83,13 +96,14 @@ export function put(bytes, { state, offset, shape, strides, first, state_strides
   if (!isInside || !(count <= numbers.length))
     throw new GraphoptError(`host.json: adapters: expected blocks of its state, found others of '${state}': write it with export_hosts`);
   const view = new DataView(bytes.buffer, offset);
-  const scale = width === 4 ? Math.fround(factor) : factor;
+  const scale = held === 4 ? Math.fround(factor) : factor;
   for (let i = count - 1; i >= 0; i--) {
     let [rest, to, from] = [i, 0, first];
     for (let axis = shape.length - 1; axis >= 0; axis--) {
       const at = rest % shape[axis];
       [rest, to, from] = [(rest - at) / shape[axis], to + at * strides[axis], from + at * own[axis]];
     }
-    view[width === 4 ? "setFloat32" : "setFloat64"](width * to, scale * numbers[from], true);
+    if (type) view.setUint16(width * to, narrow(type, Math.fround(scale * numbers[from])), true);
+    else view[width === 4 ? "setFloat32" : "setFloat64"](width * to, scale * numbers[from], true);
   }
 }

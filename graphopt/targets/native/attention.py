@@ -5,6 +5,7 @@ Scores are the product of queries and keys, which steps scale, add to, or mask. 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Iterator
@@ -81,13 +82,20 @@ def attention_kernels(node: ir.Node, forms: NodeForms) -> list[Replacement]:
     return _kernels(found)
 
 
-def switch_of_attention(model: ir.Model, library: Path | None) -> ctypes.c_int | None:
-    """Return the variable of a library that has few tokens computed as many are; None if a graph has no attention.
+@contextlib.contextmanager
+def attending_to_many(library: Path) -> Iterator[None]:
+    """Have this thread's calls of a library compute few tokens as many are, in a `with` block."""
+    choose = ctypes.CDLL(str(library)).attend_to_many
+    choose(1)
+    try:
+        yield
+    finally:
+        choose(0)
 
-    It is one for the process: while it is set, other threads' steps of the same library round as for many tokens, too.
-    """
-    attends = any(node.domain == KERNELS and node.op_type.startswith("a") for node in model.graph)
-    return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "attends_to_many") if attends else None
+
+def attends(model: ir.Model) -> bool:
+    """Return whether a graph with kernels has those of attention."""
+    return any(node.domain == KERNELS and node.op_type.startswith("a") for node in model.graph)
 
 
 # --- Scores ---

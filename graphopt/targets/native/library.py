@@ -14,6 +14,7 @@ FEW_FILTERS = 5  # of a group of a convolution: fewer fill too little of a vecto
 _CALLS, _CLUSTERS = "calls.h", "functions.h"  # the headers of products and convolutions, and of clusters
 # Headers that define these functions, each also products
 _ATTENTION, _CONVOLUTION = ("attention", "convolution")
+_NARROW = ir.DataType.BFLOAT16
 _FEW = 4  # kernels, which take a compiler as long as it takes to start
 _LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
 
@@ -128,22 +129,29 @@ def objects(kernels: Sequence[Kernel], most: int) -> list[str]:
     return [f"{_LIMITS}{includes}\n{code}" for code in map("\n".join, _dealt(codes, most))]
 
 
-def parts(kernels: Sequence[Kernel]) -> list[str]:
-    """Return the C sources that are linked with a library, which are the same for all models."""
-    called = [kernel.code for kernel in kernels if kernel.header == _CALLS]
-    convolves = any(f"{_CONVOLUTION.capitalize()}Form" in code for code in called)
-    return [_part(convolves=convolves)] if called else []
+def parts(kernels: Sequence[Kernel], pieces: int) -> list[str]:
+    """Return the C sources that are linked with a library, which are the same for all models; see `source`."""
+    called = [kernel for kernel in kernels if kernel.header == _CALLS]
+    convolves = any(f"{_CONVOLUTION.capitalize()}Form" in kernel.code for kernel in called)
+    narrow = any(x.dtype == _NARROW for kernel in called for x in (*kernel.inputs, *kernel.outputs))
+    return [_part(convolves=convolves, is_low=narrow or pieces > 0)] if called else []
 
 
-def parts_for(operators: Collection[str]) -> list[str]:
-    """Return what `parts` probably returns for the kernels of a graph with these operators."""
+def parts_for(operators: Collection[str], *, is_low: bool = False) -> list[str]:
+    """Return what `parts` probably returns for the kernels of a graph with these operators.
+
+    Args:
+        is_low: they may multiply bfloat16 numbers, whose products take as long to compile as those of float32.
+    """
     convolves = not {"Conv", "ConvTranspose"}.isdisjoint(operators)
-    return [_part(convolves=convolves)] if convolves or not {"Gemm", "MatMul"}.isdisjoint(operators) else []
+    multiplies = convolves or not {"Gemm", "MatMul"}.isdisjoint(operators)
+    return [_part(convolves=convolves, is_low=is_low)] if multiplies else []
 
 
-def _part(*, convolves: bool) -> str:
+def _part(*, convolves: bool, is_low: bool) -> str:
     headers = [_ATTENTION, *[_CONVOLUTION] * convolves]
-    return _LIMITS + "".join(f'#include "{header}.h"\n' for header in headers)
+    limits = _LIMITS if is_low else f"{_LIMITS}#define ONLY_FLOAT32\n"
+    return limits + "".join(f'#include "{header}.h"\n' for header in headers)
 
 
 def _unique(kernels: Sequence[Kernel]) -> list[Kernel]:

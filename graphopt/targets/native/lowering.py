@@ -14,13 +14,14 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
+from graphopt.graph.metadata import forget_description
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew, is_inferred
 from graphopt.graph.sizes import unify_sizes
-from graphopt.graph.storage import Weights, skeleton
+from graphopt.graph.storage import Weights, identity, skeleton
 from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import like, swap
-from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
+from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.blocks import gather_blocks
 from graphopt.targets.native.attention import attention_kernels
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
@@ -135,14 +136,16 @@ def threads_of(chosen: int | None) -> int:
     return chosen or os.cpu_count() or 1
 
 
-def lacks_parts(model: ir.Model) -> bool:
+def lacks_parts(model: ir.Model, precision: str) -> bool:
     """Return whether the parts of libraries that a graph probably needs are still to be compiled, which takes long."""
-    return compiler() is not None and not are_compiled(likely_parts(model))
+    return compiler() is not None and not are_compiled(likely_parts(model, pieces_for(precision)))
 
 
-def likely_parts(model: ir.Model) -> list[str]:
-    """Return the C sources that all libraries share, as far as this graph needs them, by its operators."""
-    return parts_for({node.op_type for node in model.graph.all_nodes()})
+def likely_parts(model: ir.Model, pieces: int) -> list[str]:
+    """Return the C sources that all libraries share, as far as this graph needs them, by its operators and types."""
+    nodes = [*model.graph.all_nodes()]
+    is_low = pieces > 0 or (multiplies_bfloat16() and any(map(is_of_bfloat16, nodes)))
+    return parts_for({node.op_type for node in nodes}, is_low=is_low)
 
 
 def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | None:
@@ -168,7 +171,7 @@ def _check_kept(kept: Lowered, lowered: Lowered | None) -> None:
 
 def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
     """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
-    content, weights = skeleton(model)
+    content, weights = identity(model)
     return digest_of(content.hex(), repr(options), str(multiplies_bfloat16()), own_version()), weights
 
 
@@ -177,16 +180,17 @@ def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered |
     try:
         with Objects() as begun:
             if compiler() is not None:
-                begun.add(likely_parts(model), PART)  # compiled while this plans
+                begun.add(likely_parts(model, options.pieces), PART)  # compiled while this plans
             result = plan(model, options.without)
             if not result.calls:
                 return None
+            forget_description(result.model)
             shared, variants = write_in_place(result.model, result.calls) if options.in_place else ([], [])
             kernels = [*result.kernels, *variants]
             sources = (
                 source(kernels, options.threads, options.pieces),
                 objects(kernels, PROCESSORS),
-                parts(kernels),
+                parts(kernels, options.pieces),
             )
             library = build(*sources, begun)
         content, _ = skeleton(result.model)

@@ -29,8 +29,10 @@ enum {
     LEAST_SKIPPED = 64,    /* columns of scores from which on blocks end early */
 };
 
-/* Whether few scores are computed as many are, so that a comparison with the plain step sees both: see translation.py. */
-EXPORT int attends_to_many;
+/* Whether a thread's calls compute few scores as many, so that a comparison with the plain step sees both: see
+ * translation.py. */
+static _Thread_local int attends_to_many;
+EXPORT void attend_to_many(int chosen) { attends_to_many = chosen; }
 
 /* exp(x - y) is 0 for a score x of a masked column and the largest score y, if products are smaller than SMALL. */
 static const float MASKED = -1e30f, SEEN = -1e29f, SMALL = 1e28f;

@@ -3,7 +3,8 @@
 #include "matrix.h"
 #include "narrow.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(ONLY_FLOAT32) /* no kernel of a library multiplies bfloat16 numbers */
+#elif defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #include <immintrin.h>
 typedef __m512i Line;
 #define TILES_OF_PROCESSOR "avx512bf16.h"
