@@ -30,7 +30,7 @@ from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, s
 from graphopt.intervals import within
 from passes.quantization import placement
 from passes.quantization.calibration import METHODS, ranges_of
-from passes.quantization.fold import FoldBatchNormalization, pool_means
+from passes.quantization.fold import FoldBatchNormalization, pool_means, write_apart
 from passes.quantization.placement import Product
 from passes.weights.initializers import register
 from passes.weights.masters import INT32_RANGE
@@ -158,6 +158,7 @@ class FakeQuantize(Pass):
         self._prepare(model)
         products = self._products(model)
         rounded: dict[ir.Value, ir.Value] = {}
+        is_alone = self.block is not None and self.activations is None
         if self.activations is not None:
             rounded = placement.tensors(model.graph, self._nodes(products), others=not self.pattern)
         self._check_ranges(map(name_of, rounded.values()))
@@ -166,7 +167,8 @@ class FakeQuantize(Pass):
             for x, root in rounded.items():
                 writer.round_activation(x, root)
             for product in products:
-                writer.round_weight(product)
+                writer.round_weight(write_apart(op, product) if is_alone else product)
+        model.graph.sort()
 
     def _prepare(self, model: ir.Model) -> None:
         """Write a model in the operators that have integer kernels."""
