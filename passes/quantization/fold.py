@@ -63,14 +63,14 @@ def pool_means(model: ir.Model) -> None:
 
 
 def write_apart(op: Emitter, product: Product) -> Product:
-    """Write a Gemm as MatMul and Add, of which the runtime makes MatMulNBits; return the product that is left."""
+    """Write a Gemm as MatMul and Sub, of which the runtime makes MatMulNBits; return the product that is left."""
     node, w = product.node, product.read
     if node.op_type != "Gemm" or stopped(node):
         return product
     y = op.MatMul(node.inputs[0], op.Transpose(w, perm=[1, 0]) if product.axis == 0 else w)
     made = Product(producer_of(y), product.weight, axis=1)
     if len(node.inputs) > 2 and node.inputs[2] is not None:
-        y = op.Add(y, node.inputs[2])
+        y = op.Sub(y, op.Neg(node.inputs[2]))  # the runtime makes a Gemm of an Add before an activation
     swap(node.outputs[0], like(y, node.outputs[0]))
     op.graph.remove(node, safe=True)
     return made
