@@ -311,12 +311,15 @@ def test_learnt_scales_have_a_free_name():
     assert initializers(found)["x.scale"].shape == (8,)
 
 
+@pytest.mark.parametrize(
+    "ends", ["g = Flatten(p) h = Dropout(g, half)", "g = Dropout(p, half) h = Flatten(g)"]
+)
 @pytest.mark.parametrize("training", [passes.TrainingMode(), None])
-def test_what_a_dropout_passes_is_rounded_once(training, tmp_path):
+def test_what_a_dropout_passes_is_rounded_once(training, ends, tmp_path):
     proto = model(
-        """g (float[N,3,8,8] x) => (float[N,3] y) { c = Conv(x, w, b) r = Relu(c) half = Constant<value=float {0.5}>()
-            d = Dropout(r, half) e = Conv(d, v) f = Relu(e) p = GlobalAveragePool(f) g = Flatten(p) h = Dropout(g, half)
-            y = Gemm(h, u, a) }""",
+        f"""g (float[N,3,8,8] x) => (float[N,3] y) {{
+            c = Conv(x, w, b) r = Relu(c) half = Constant<value=float {{0.5}}>() d = Dropout(r, half)
+            e = Conv(d, v) f = Relu(e) p = GlobalAveragePool(f) {ends} y = Gemm(h, u, a) }}""",
         **{
             "w": normal(4, 3, 3, 3),
             "b": normal(4),
@@ -538,7 +541,9 @@ def test_gemm_with_weights_in_blocks_becomes_a_product_of_few_bits(transposed, t
     assert kernels(found, tmp_path)["MatMulNBits"] == 2
     expected = run(simulated(executor), rows, optimize=False)
     np.testing.assert_array_equal(run(found, rows, optimize=False), expected)
-    assert initializers(executor.trained(quantized=False))["w"].shape == ((32, 64) if transposed else (64, 32))
+    assert initializers(executor.trained(quantized=False))["w"].shape == (
+        (32, 64) if transposed else (64, 32)
+    )
 
 
 def test_ranges_move_only_while_they_are_not_frozen():

@@ -9,9 +9,10 @@ import onnx_ir as ir
 
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.operators import VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import fixed, like, name_of, producer_of, spread, swap
+from graphopt.graph.values import fixed, like, name_of, producer_of, redirect, spread, swap
 from passes.quantization.placement import Product, products, stopped
 from passes.weights.initializers import array, register
 
@@ -59,6 +60,26 @@ def pool_means(model: ir.Model) -> None:
                     pooled.name = f"{name_of(node.outputs[0])}/pooled"  # by which its range is found again
                 swap(node.outputs[0], like(y, node.outputs[0]))
                 model.graph.remove(node, safe=True)
+    model.graph.sort()
+
+
+def drop_last(model: ir.Model) -> None:
+    """Let each Dropout follow the views behind it, so that what it drops from is rounded once."""
+    for node in list(model.graph):
+        x = node.inputs[0] if node.op_type in VIEWS and node.domain == "" else None
+        drop = None if x is None else x.producer()
+        y = node.outputs[0]
+        if x is None or drop is None or drop.op_type != "Dropout" or drop.domain or y.is_graph_output():
+            continue
+        if (
+            len(x.uses()) == 1
+            and not x.is_graph_output()
+            and not any(mask.uses() for mask in drop.outputs[1:])
+        ):
+            readers = list(y.uses())
+            node.replace_input_with(0, drop.inputs[0])
+            drop.replace_input_with(0, y)
+            redirect(readers, like(x, y))
     model.graph.sort()
 
 
