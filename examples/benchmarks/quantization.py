@@ -446,7 +446,7 @@ def main() -> None:
             "held-out rows: mean and standard deviation. Time: one row, one thread, median of calls in turns, as a "
             "share of that of the floats that graphopt wrote, without what training alone needs. What trains for its "
             "form trains as many epochs as `floats, trained on`; networks with half of the channels, as many as floats "
-            "did at first, and onnxsim for 500 steps a block or more."
+            "did at first, and onnxsim for 500 steps a block or more. On MNIST, they train on by a tenth of the rate."
         )
         parts = [f"## {name}\n\n{kept[name].strip()}\n" for name in known if name in kept]
         PAGE.write_text("\n".join(["# Results of quantization.py\n", intro + "\n", *parts]))
