@@ -12,12 +12,11 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.rewriting import Pass, Pattern
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import given, is_static, name_of
+from graphopt.graph.values import given, is_static
 from graphopt.intervals import within
-from passes.parameters import origin_in_file
-from passes.quantization.quantize_weights import check_pattern, product_weights, summed_axes
+from passes.quantization.quantize_weights import chosen_weights, product_weights, summed_axes
 from passes.weights.initializers import array, is_weight, register
 
 
@@ -68,21 +67,13 @@ class LowRank(Pass):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         known = dict(product_weights(model)) | dict.fromkeys(_filters(model), 1)
-        for field in ("pattern", "leave_out"):
-            check_pattern("LowRank", field, getattr(self, field), known)
-        weights = {w: axis for w, axis in known.items() if self._chooses(w)}
-        made = [name_of(w) for w, axis in weights.items() if self._factorize(model, w, axis)]
-        if not made:
+        weights = chosen_weights(self, known, self.pattern, self.leave_out)
+        if not any([self._factorize(model, w, known[w]) for w in weights]):
             raise GraphoptError(
                 f"LowRank: expected weights of MatMul, Gemm or Conv that become smaller, found none: "
                 f"{some([f'{w.name!r} of {w.shape}' for w in weights]) or 'no weight'} matches: choose a lower rank, "
                 "or weights that one product reads"
             )
-
-    def _chooses(self, w: ir.Value) -> bool:
-        if selects(self.leave_out, w):
-            return False
-        return selects(self.pattern, w) if self.pattern else origin_in_file(w).trains
 
     def _factorize(self, model: ir.Model, w: ir.Value, summed: int) -> bool:
         """Replace a weight, and return whether it becomes smaller."""

@@ -311,12 +311,15 @@ def test_learnt_scales_have_a_free_name():
     assert initializers(found)["x.scale"].shape == (8,)
 
 
+@pytest.mark.parametrize(
+    "ends", ["g = Flatten(p) h = Dropout(g, half)", "g = Dropout(p, half) h = Flatten(g)"]
+)
 @pytest.mark.parametrize("training", [passes.TrainingMode(), None])
-def test_what_a_dropout_passes_is_rounded_once(training, tmp_path):
+def test_what_a_dropout_passes_is_rounded_once(training, ends, tmp_path):
     proto = model(
-        """g (float[N,3,8,8] x) => (float[N,3] y) { c = Conv(x, w, b) r = Relu(c) half = Constant<value=float {0.5}>()
-            d = Dropout(r, half) e = Conv(d, v) f = Relu(e) p = GlobalAveragePool(f) g = Flatten(p) h = Dropout(g, half)
-            y = Gemm(h, u, a) }""",
+        f"""g (float[N,3,8,8] x) => (float[N,3] y) {{
+            c = Conv(x, w, b) r = Relu(c) half = Constant<value=float {{0.5}}>() d = Dropout(r, half)
+            e = Conv(d, v) f = Relu(e) p = GlobalAveragePool(f) {ends} y = Gemm(h, u, a) }}""",
         **{
             "w": normal(4, 3, 3, 3),
             "b": normal(4),
@@ -480,6 +483,24 @@ def test_folding_keeps_what_the_model_computes():
     np.testing.assert_allclose(run(loaded, IMAGES), run(proto, IMAGES), rtol=1e-4, atol=1e-5)
 
 
+def test_a_normalization_after_a_bias_of_zeros_that_is_expanded_is_folded(tmp_path):
+    """As PyTorch exports a convolution without a bias before a BatchNormalization."""
+    proto = model(
+        """g (float[N,3,8,8] x) => (float[N,2] y) {
+            zero = Constant<value=float[1] {0}>() size = Constant<value=int64[1] {4}>() z = Expand(zero, size)
+            c = Conv(x, w, z) n = BatchNormalization(c, ng, ns, nm, nv) r = Relu(n)
+            m = MaxPool<kernel_shape=[2,2], strides=[2,2]>(r) d = Conv<strides=[3,3]>(m, u) f = Flatten(d)
+            y = Gemm(f, v) }""",
+        **{"w": normal(4, 3, 3, 3), "u": normal(5, 4, 1, 1), "v": normal(5, 2)},
+        **norm("n", 4),
+    )
+    executor = executor_of(proto, IMAGES, np.zeros((len(IMAGES), 2), np.float32))
+    counts = kernels(executor.trained(), tmp_path)
+    assert (counts["BatchNormalization"], counts["QLinearConv"], counts["QuantizeLinear"]) == (0, 2, 1)
+    floats = executor.trained(quantized=False)
+    np.testing.assert_allclose(run(floats, IMAGES), run(proto, IMAGES), rtol=1e-4, atol=1e-5)
+
+
 def test_ranges_of_means_have_names_that_the_file_s_other_values_do_not_change():
     """In files that PyTorch exports, `val_N` compute the axes of a mean, as values without a name are called."""
     axes = """val_0 = Constant<value=int64[2] {2, 3}>() val_1 = Constant<value=int64[1] {2}>()
@@ -503,6 +524,26 @@ def test_a_normalization_that_something_else_feeds_stays():
     loaded = graphopt.load(proto)
     passes.FoldBatchNormalization()(loaded)
     assert [node.op_type for node in loaded.graph] == ["Conv", "BatchNormalization", "Add"]
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_gemm_with_weights_in_blocks_becomes_a_product_of_few_bits(transposed, tmp_path):
+    proto = model(
+        f"""g (float[N,64] x) => (float[N,3] y) {{
+            a = Gemm<transB={transposed}>(x, w, b) r = Relu(a) y = Gemm<transB={transposed}>(r, v, c) }}""",
+        **{"w": normal(32, 64).T if not transposed else normal(32, 64), "b": normal(32), "c": normal(3)},
+        v=normal(3, 32).T if not transposed else normal(3, 32),
+    )
+    rows = RNG.standard_normal((8, 64)).astype(np.float32)
+    executor = executor_of(proto, rows, T[:8], weights="int4", block=16, activations=None)
+    executor.step(x=rows, target=T[:8])
+    found = executor.trained()
+    assert kernels(found, tmp_path)["MatMulNBits"] == 2
+    expected = run(simulated(executor), rows, optimize=False)
+    np.testing.assert_array_equal(run(found, rows, optimize=False), expected)
+    assert initializers(executor.trained(quantized=False))["w"].shape == (
+        (32, 64) if transposed else (64, 32)
+    )
 
 
 def test_ranges_move_only_while_they_are_not_frozen():

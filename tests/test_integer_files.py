@@ -48,6 +48,7 @@ CASES = [
     ("cnn", {"per_channel": True}),
     ("cnn", INT8 | {"per_channel": True}),
     ("cnn", {"weight_type": QuantType.QUInt8}),
+    ("cnn", {"extra_options": {"ForceQuantizeNoInputCheck": True}}),
     ("others", {}),
     ("others", INT8),
 ]

@@ -20,7 +20,7 @@ import graphopt
 import passes
 from graphopt import models
 
-SEEDS = range(3)
+SEEDS = range(5)
 EPOCHS, BATCH = 12, 32
 DIGITS = graphopt.data.digits()
 STEPS = EPOCHS * -(-round(0.8 * len(DIGITS)) // BATCH)

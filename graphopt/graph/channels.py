@@ -26,7 +26,7 @@ from graphopt.graph.metadata import STORED
 from graphopt.graph.operators import POOLS, ZERO_TO_ZERO
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import captured
-from graphopt.graph.values import constant_of, fixed, given, is_static, name_of, node_label
+from graphopt.graph.values import constant_of, fixed, given, is_static, name_of, node_label, spread
 from graphopt.graph.weight_kinds import CONVOLUTION, WeightKind, weight_kinds_of
 
 OF_OUTPUT = "they are outputs of the model"
@@ -398,9 +398,8 @@ _HANDLERS: dict[str, Callable[[Channels, ir.Node], bool]] = {
 
 
 def _is_zero(x: ir.Value) -> bool:
-    """Return whether a constant, or what one number becomes by Expand, is all 0."""
-    node = x.producer()
-    numbers = constant_of(node.inputs[0] if node is not None and node.op_type == "Expand" else x)
+    """Return whether a constant is all 0."""
+    numbers = spread(x)
     return numbers is not None and not numbers.any()
 
 

@@ -146,6 +146,12 @@ def fixed(x: ir.Value | None) -> np.ndarray | None:
     return None if x is None or x.is_graph_input() else constant_of(x)
 
 
+def spread(x: ir.Value) -> np.ndarray | None:
+    """Return the array of a value that nobody can feed, or the one that Expand repeats."""
+    node = x.producer()
+    return fixed(node.inputs[0] if node is not None and node.op_type == "Expand" else x)
+
+
 def constant_number(value: ir.Value | None) -> float | None:
     """Return the only number of a constant value, or None for other values."""
     array = constant_of(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,15 +23,16 @@ from graphopt.graph.metadata import (
     InferenceForm,
     Observer,
 )
-from graphopt.graph.rewriting import Pass, Pattern, Read, selects
+from graphopt.graph.rewriting import Pass, Pattern, Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, swap
 from graphopt.intervals import within
 from passes.quantization import placement
 from passes.quantization.calibration import METHODS, ranges_of
-from passes.quantization.fold import FoldBatchNormalization, pool_means
+from passes.quantization.fold import FoldBatchNormalization, drop_last, pool_means, write_apart
 from passes.quantization.placement import Product
-from passes.weights.initializers import register
+from passes.quantization.quantize_weights import chosen_weights
+from passes.weights.initializers import free_name, register
 from passes.weights.masters import INT32_RANGE
 
 LEAST = float(np.finfo(np.float32).eps)  # of a scale, as PyTorch's observers
@@ -158,6 +158,7 @@ class FakeQuantize(Pass):
         self._prepare(model)
         products = self._products(model)
         rounded: dict[ir.Value, ir.Value] = {}
+        is_alone = self.block is not None and self.activations is None
         if self.activations is not None:
             rounded = placement.tensors(model.graph, self._nodes(products), others=not self.pattern)
         self._check_ranges(map(name_of, rounded.values()))
@@ -166,7 +167,8 @@ class FakeQuantize(Pass):
             for x, root in rounded.items():
                 writer.round_activation(x, root)
             for product in products:
-                writer.round_weight(product)
+                writer.round_weight(write_apart(op, product) if is_alone else product)
+        model.graph.sort()
 
     def _prepare(self, model: ir.Model) -> None:
         """Write a model in the operators that have integer kernels."""
@@ -175,6 +177,7 @@ class FakeQuantize(Pass):
             FoldBatchNormalization().rewrite(model)
         if self.activations is not None:
             pool_means(model)
+            drop_last(model)
 
     def _products(self, model: ir.Model) -> list[Product]:
         """Return the products whose weights are to be rounded."""
@@ -186,17 +189,9 @@ class FakeQuantize(Pass):
                     "float file"
                 )
         found = list(placement.products(model.graph))
-        for name, pattern in (("pattern", self.pattern), ("leave_out", self.leave_out)):
-            if pattern and not any(selects(pattern, x.weight) for x in found):
-                raise GraphoptError(
-                    f"FakeQuantize: {name}={pattern!r} matches no weight of a product; the model has "
-                    f"{some([repr(name_of(x.weight)) for x in found]) or 'none'}"
-                )
-        chosen = [
-            x
-            for x in found
-            if not selects(self.leave_out, x.weight) and (not self.pattern or selects(self.pattern, x.weight))
-        ]
+        weights = [x.weight for x in found]
+        ours = set(chosen_weights(self, weights, self.pattern, self.leave_out, trained=False))
+        chosen = [x for x in found if x.weight in ours]
         narrow = next((x.weight for x in chosen if x.weight.dtype is not ir.DataType.FLOAT), None)
         if narrow is not None:
             raise GraphoptError(
@@ -372,8 +367,7 @@ class _Writer:
         return value
 
     def _free(self, name: str) -> str:
-        names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
-        free = next(x for x in names if x not in self._taken)
+        free = free_name(name, self._taken)
         self._taken.add(free)
         return free
 

@@ -9,10 +9,11 @@ import onnx_ir as ir
 
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.operators import VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import fixed, like, name_of, swap
-from passes.quantization.placement import Product, products
+from graphopt.graph.values import fixed, like, name_of, producer_of, redirect, spread, swap
+from passes.quantization.placement import Product, products, stopped
 from passes.weights.initializers import array, register
 
 
@@ -62,6 +63,40 @@ def pool_means(model: ir.Model) -> None:
     model.graph.sort()
 
 
+def drop_last(model: ir.Model) -> None:
+    """Let each Dropout follow the views behind it, so that what it drops from is rounded once."""
+    for node in list(model.graph):
+        x = node.inputs[0] if node.op_type in VIEWS and node.domain == "" else None
+        drop = None if x is None else x.producer()
+        y = node.outputs[0]
+        if x is None or drop is None or drop.op_type != "Dropout" or drop.domain or y.is_graph_output():
+            continue
+        if (
+            len(x.uses()) == 1
+            and not x.is_graph_output()
+            and not any(mask.uses() for mask in drop.outputs[1:])
+        ):
+            readers = list(y.uses())
+            node.replace_input_with(0, drop.inputs[0])
+            drop.replace_input_with(0, y)
+            redirect(readers, like(x, y))
+    model.graph.sort()
+
+
+def write_apart(op: Emitter, product: Product) -> Product:
+    """Write a Gemm as MatMul and Sub, of which the runtime makes MatMulNBits; return the product that is left."""
+    node, w = product.node, product.read
+    if node.op_type != "Gemm" or stopped(node):
+        return product
+    y = op.MatMul(node.inputs[0], op.Transpose(w, perm=[1, 0]) if product.axis == 0 else w)
+    made = Product(producer_of(y), product.weight, axis=1)
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        y = op.Sub(y, op.Neg(node.inputs[2]))  # the runtime makes a Gemm of an Add before an activation
+    swap(node.outputs[0], like(y, node.outputs[0]))
+    op.graph.remove(node, safe=True)
+    return made
+
+
 def _fold(model: ir.Model, product: Product) -> None:
     node, y = product.node, product.node.outputs[0]
     norm = next(iter(y.consumers()), None)
@@ -69,7 +104,7 @@ def _fold(model: ir.Model, product: Product) -> None:
         return
     gain, shift, mean, variance = (fixed(x) for x in norm.inputs[1:5])
     bias = node.inputs[2] if len(node.inputs) > 2 else None
-    start = 0.0 if bias is None else fixed(bias)
+    start = 0.0 if bias is None else spread(bias)
     is_plain = not norm.attributes.get_int("training_mode", 0) and node.attributes.get_float("beta", 1.0) == 1
     is_last = node.op_type not in ("Gemm", "MatMul") or len(y.shape or ()) == 2  # its channels are on axis 1
     if gain is None or shift is None or mean is None or variance is None or start is None:
@@ -90,7 +125,7 @@ def _fold(model: ir.Model, product: Product) -> None:
     )
     offset = ((np.ravel(start) - mean) * factor + shift).astype(dtype)
     name = f"{name_of(product.weight).removesuffix('.weight')}.bias"
-    if bias is not None and len(bias.uses()) == 1:
+    if bias is not None and bias.is_initializer() and len(bias.uses()) == 1:
         bias.const_value, bias.shape = ir.tensor(offset, name=bias.name), ir.Shape(offset.shape)
     else:
         fresh = register(model, name, offset)

@@ -78,9 +78,7 @@ class QuantizeWeights(Pass):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         weights = dict(product_weights(model))
-        for field in ("pattern", "leave_out"):
-            check_pattern("QuantizeWeights", field, getattr(self, field), weights)
-        chosen = [w for w in weights if self._chooses(w)]
+        chosen = chosen_weights(self, weights, self.pattern, self.leave_out)
         if not chosen:
             raise GraphoptError(
                 f"QuantizeWeights: expected weights of MatMul or Gemm, found none: the model has "
@@ -89,11 +87,6 @@ class QuantizeWeights(Pass):
         with Emitter(model) as op:
             for w in chosen:
                 self._quantize(op, model, w, weights[w])
-
-    def _chooses(self, w: ir.Value) -> bool:
-        if selects(self.leave_out, w):
-            return False
-        return selects(self.pattern, w) if self.pattern else origin_in_file(w).trains
 
     def _quantize(self, op: Emitter, model: ir.Model, w: ir.Value, summed: int) -> None:
         """Replace a weight by integers, of which each row belongs to one output and to one block of inputs."""
@@ -186,10 +179,26 @@ def summed_axes(x: ir.Value, first: int) -> Iterator[int | None]:
             yield None if kind is None or is_other else 1 - first if kind.is_transposed(node) else first
 
 
-def check_pattern(call: str, field: str, pattern: Pattern, weights: Iterable[ir.Value]) -> None:
-    """Raise an error if a pattern of a pass matches no weight of a product."""
-    if pattern and not any(selects(pattern, w) for w in weights):
-        raise GraphoptError(
-            f"{call}: {field}={pattern!r} matches no weight that only products read; the model has "
-            f"{some([repr(x.name) for x in weights]) or 'none'}"
-        )
+def chosen_weights(
+    owner: Pass, weights: Iterable[ir.Value], pattern: Pattern, leave_out: Pattern, *, trained: bool = True
+) -> list[ir.Value]:
+    """Return the weights of products that a pass changes.
+
+    Args:
+        owner: the pass.
+        weights: all such weights.
+        pattern, leave_out: those to change, and to leave.
+        trained: without a pattern, change those alone that train in the exported program.
+
+    Raises:
+        GraphoptError: a pattern matches none.
+    """
+    weights = list(weights)
+    for field, each in (("pattern", pattern), ("leave_out", leave_out)):
+        if each and not any(selects(each, w) for w in weights):
+            raise GraphoptError(
+                f"{type(owner).__name__}: {field}={each!r} matches no weight that only products read; the model has "
+                f"{some([repr(x.name) for x in weights]) or 'none'}"
+            )
+    kept = [w for w in weights if not selects(leave_out, w)]
+    return [w for w in kept if (selects(pattern, w) if pattern else not trained or origin_in_file(w).trains)]

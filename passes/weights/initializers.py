@@ -59,8 +59,13 @@ def register(
     """
     if taken is None:
         taken = ir.convenience.create_value_mapping(model.graph)
-    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
-    free = next(candidate for candidate in names if candidate not in taken)
+    free = free_name(name, taken)
     value = ir.val(free, const_value=ir.tensor(numbers, name=free))
     model.graph.register_initializer(value)
     return value
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """Return a name, or a similar one, that is not taken."""
+    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
+    return next(candidate for candidate in names if candidate not in taken)
