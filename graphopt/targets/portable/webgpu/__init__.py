@@ -6,12 +6,21 @@ float32, with the integers of 32 bits. NaN is not kept everywhere: its Relu, Sig
 """
 
 from graphopt.targets.portable.form import Form
-from graphopt.targets.portable.webgpu import arithmetic, convolutions, integers, layout, pools, products
+from graphopt.targets.portable.webgpu import (
+    arithmetic,
+    convolutions,
+    integers,
+    layout,
+    normalizations,
+    pools,
+    products,
+)
 
 WEBGPU: dict[str, Form] = {
     **arithmetic.FORMS,
     **convolutions.FORMS,
     **layout.FORMS,
+    **normalizations.FORMS,
     **pools.FORMS,
     **products.FORMS,
     **integers.FORMS,  # the last: they call forms of other types
