@@ -11,7 +11,6 @@ import argparse
 import fnmatch
 import json
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -20,9 +19,11 @@ import numpy as np
 
 # What runs there: it has NumPy and the runtime alone.
 RUNNER = """
-import json, sys, numpy, onnxruntime
+import json, os, sys, numpy, onnxruntime
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # warnings of the runtime
 onnxruntime.set_default_logger_severity(4)
-print(json.dumps(onnxruntime.__version__), flush=True)
+print(json.dumps(onnxruntime.__version__), file=out, flush=True)
 for line in sys.stdin:
     path = line.strip()
     try:
@@ -37,9 +38,9 @@ for line in sys.stdin:
             state.update({name[:-5]: y for name, y in outputs.items() if name.endswith(".next")})
             results.update({f"{i}/{name}": y for name, y in outputs.items()})
         numpy.savez(path + ".out.npz", **results)
-        print(json.dumps(""), flush=True)
+        print(json.dumps(""), file=out, flush=True)
     except Exception as error:
-        print(json.dumps(str(error).replace(path,"")[-250:] or "error"), flush=True)
+        print(json.dumps(str(error).replace(path,"")[-250:] or "error"), file=out, flush=True)
 """
 
 
@@ -79,14 +80,16 @@ def main() -> None:
             np.savez(path.with_suffix(".npz"), calls=np.array(len(fed)), **arrays)
             if process is None or process.poll() is not None:
                 process = subprocess.Popen(
-                    [asked.python, "-c", RUNNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                    [asked.python, "-c", RUNNER],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
                 )
                 version = process.stdout.readline()
             process.stdin.write(f"{path}\n")
             process.stdin.flush()
             line = process.stdout.readline()
-            while line.startswith("\x1b"):  # a warning of the runtime
-                line = process.stdout.readline()
             said = json.loads(line) if line else f"the process ended with {process.wait()}"
             kind = "refused" if line and said else "ended" if said else "fine"
             if not said:
