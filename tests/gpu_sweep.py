@@ -96,6 +96,60 @@ def of_rules() -> Iterator[tuple[str, Callable[[], Graph]]]:
             yield f"gradient/{dims}/{name}", functools.partial(backward, case, dims)
 
 
+# How the first floating-point input of a rule's case is changed: numbers that are large, or far from 0.
+ENDS = {"1e2": (1e2, 0.0), "1e4": (1e4, 0.0), "+300": (1.0, 300.0)}
+
+
+def at_the_ends(graph: Callable[[Case, str], Graph], case: Case, end: str) -> Graph:
+    """Return a graph of a case whose numbers are at one of the ends."""
+    scale, shift = ENDS[end]
+    written, (feeds,) = graph(case, "static")
+    name = next(name for name, x in feeds.items() if x.dtype.kind == "f")
+    return written, [{**feeds, name: np.asarray(feeds[name] * scale + shift, np.float32)}]
+
+
+def of_ends() -> Iterator[tuple[str, Callable[[], Graph]]]:
+    """Return the graphs of the first case of each operator that has other numbers at the ends."""
+    firsts = {
+        case.op_type: case for case in reversed(RULE_CASES) if case.runtime and "refuse" not in case.newer
+    }
+    for case in firsts.values():
+        is_floating = any(x.dtype.kind == "f" for x in point(case, np.float32).values())
+        if is_floating and case.op_type != "Atanh":  # it has no other numbers
+            for end in ENDS:
+                yield f"forward/{end}/{case}", functools.partial(at_the_ends, forward, case, end)
+                yield f"gradient/{end}/{case}", functools.partial(at_the_ends, backward, case, end)
+
+
+LONG = {
+    **{
+        name: f"{name}(x, axis)"
+        for name in ("ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean")
+    },
+    **{name: f"{name}(x, axis)" for name in ("ReduceMin", "ReduceSum", "ReduceSumSquare")},
+    **{name: f"{name}<axis=1>(x)" for name in ("LogSoftmax", "LpNormalization", "Softmax")},
+    "CumSum": "CumSum(x, last)",
+    "LayerNormalization": "LayerNormalization<axis=1>(x, s, b)",
+    "MatMul": "MatMul(x, s)",
+}
+
+
+def along(operator: str, size: int) -> Graph:
+    """Return the graph of an operator and its gradient along an axis of many elements of mean 1."""
+    text = f"g (float[2,{size}] x) => (y) {{ axis = Constant<value_ints=[1]>() y = {LONG[operator]} }}"
+    x = numbers(size, 2, size) + np.float32(1)
+    given = {"s": np.ones(size), "b": np.zeros(size), "last": np.array(1)}
+    proto = model(text, **{name: one for name, one in given.items() if f" {name}" in LONG[operator]})
+    y = on_cpu(normalized(ir.from_proto(proto)), [{"x": x}])[0]
+    return gradient_model(ir.from_proto(proto)), [{"x": x, **random_seeds(y)}]
+
+
+def of_long_axes() -> Iterator[tuple[str, Callable[[], Graph]]]:
+    for operator in LONG:
+        for size in (1_000, 20_000):
+            yield f"long/{operator}/{size}", functools.partial(along, operator, size)
+
+
 def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
@@ -387,11 +441,16 @@ def several_steps(name: str) -> Graph:
     ]
 
 
-def ctc() -> Graph:
-    proto = model("g (float[N,7,4] x) => (float[N,7,5] y) { y = MatMul(x, w) }", w=weights(4, 5))
+def ctc(frames: int) -> Graph:
+    proto = model(
+        f"g (float[N,{frames},4] x) => (float[N,{frames},5] y) {{ y = MatMul(x, w) }}", w=weights(4, 5)
+    )
     step = graphopt.compile(proto, loss=passes.CTC(input_lengths=True), optimizer=passes.SGD(0.1))
-    target, lengths = np.array([[1, 2, 2], [3, 1, -1], [4, -1, -1]]), np.array([7, 6, 5])
-    fed = [{"x": numbers(i, 3, 7, 4), "target": target, "input_lengths": lengths} for i in range(STEPS)]
+    target, lengths = (
+        np.array([[1, 2, 2], [3, 1, -1], [4, -1, -1]]),
+        np.array([frames, frames - 1, frames - 2]),
+    )
+    fed = [{"x": numbers(i, 3, frames, 4), "target": target, "input_lengths": lengths} for i in range(STEPS)]
     return step, fed
 
 
@@ -401,7 +460,8 @@ def of_steps() -> Iterator[tuple[str, Callable[[], Graph]]]:
             yield f"step/{name}/{part}", functools.partial(trained, network, x, target, **steps)
     for name, (loss, target) in LOSSES.items():
         yield f"step/loss/{name}", functools.partial(trained, SMALL["mlp"][0], (6, 5), target, loss=loss)
-    yield "step/loss/ctc", ctc
+    yield "step/loss/ctc", functools.partial(ctc, 7)
+    yield "step/loss/ctc of 400 frames", functools.partial(ctc, 400)
     for op, x, w, attributes in CONVOLUTIONS:
         shown = "-".join(f"{k}={v}" for k, v in attributes.items()).replace(" ", "")
         name = f"step/{op}/{'x'.join(map(str, x))}-{'x'.join(map(str, w))}-{shown}"
@@ -423,7 +483,12 @@ def of_steps() -> Iterator[tuple[str, Callable[[], Graph]]]:
         yield f"step/several/{name}", functools.partial(several_steps, name)
 
 
-CASES: dict[str, Callable[[], Graph]] = {**dict(of_rules()), **dict(of_steps())}
+CASES: dict[str, Callable[[], Graph]] = {
+    **dict(of_rules()),
+    **dict(of_ends()),
+    **dict(of_long_axes()),
+    **dict(of_steps()),
+}
 
 
 # Running.

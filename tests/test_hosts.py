@@ -67,13 +67,18 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return step, folder, batches(name, STEPS)
 
 
+def settled(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return state without that of keys' biases, whose gradient is 0 but for rounding, which Adam scales."""
+    return {name: x for name, x in state.items() if "attention.key.bias" not in name}
+
+
 @pytest.mark.slow
 def test_a_host_trains_as_the_executor_does(exported: Any) -> None:
     step, folder, fed = exported
     executor, host = graphopt.Executor(step, threads=1), Host(folder)
     for batch in fed:
         assert_close(host.run("train", batch), executor.step(batch))
-    assert_close(host.state, executor.state, rtol=1e-4)
+    assert_close(settled(host.state), settled(executor.state), rtol=1e-4, atol=1e-5)
 
 
 def test_several_steps_in_one_call_are_single_steps(exported: Any) -> None:
@@ -176,7 +181,7 @@ def test_checkpoints_cross_and_are_the_model(exported: Any, tmp_path: Path) -> N
     back = Host(folder, safetensors.numpy.load_file(tmp_path / "state.safetensors"))  # and on from Python's
     for batch in fed[8:]:
         back.run("train", batch)
-    assert_close(back.state, whole.state, rtol=1e-4)
+    assert_close(settled(back.state), settled(whole.state), rtol=1e-4, atol=1e-5)
 
     for name in ("inference.onnx", "weights.bin"):
         if (folder / name).exists():
@@ -217,6 +222,13 @@ def test_state_stands_where_the_contract_says(exported: Any) -> None:
     for x in contract["state"]:
         part = content[x["offset"] : x["offset"] + x["bytes"]]
         np.testing.assert_array_equal(np.frombuffer(part, x["type"]).reshape(x["shape"]), arrays[x["name"]])
+
+
+@pytest.mark.parametrize(("name", "first"), [("mlp", "1.8"), ("lstm", "1.19")])
+def test_the_contract_names_the_first_runtime_that_is_right(name: str, first: str, tmp_path: Path) -> None:
+    """Up to 1.18, a Scan whose body shares memory is wrong."""
+    graphopt.export_hosts(GRAPHS[name][0](), tmp_path)
+    assert json.loads((tmp_path / "host.json").read_text())["runtime"]["onnxruntime"] == first
 
 
 def test_a_fixed_batch_leaves_no_dynamic_dimension(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def test_a_damaged_state_is_refused(program: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "saved.safetensors").exists()
 
 
+def test_a_runtime_whose_kernels_are_wrong_is_refused(program: Path, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    contract = tmp_path / "host" / "host.json"
+    contract.write_text(re.sub(r'("onnxruntime": )"[^"]*"', r'\1"1.99"', contract.read_text()))
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        train(program, tmp_path / "host", None, batches("linear", 2), tmp_path / "saved.safetensors")
+    assert "ONNX Runtime: expected 1.99 or later, whose kernels are right, found 1." in refused.value.stderr
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_batch_does_not_spoil_the_state(name: str, program: Path, tmp_path: Path) -> None:
     """Good batches train as they do without the bad ones, bit for bit."""

@@ -277,6 +277,26 @@ CASES |= {
     },
     "round": ("webgpu", "g (float[N] x) => (float[N] y) { y = Round(x) }", {"x": HALVES}),
     "sign of all kinds": ("webgpu", "g (float[N] x) => (float[N] y) { y = Sign(x) }", {"x": HALVES}),
+    "average of windows that are cut off": (
+        None,
+        "g (float[N,2,5,7] x) => (float[N,2,3,3] y) { y = AveragePool<kernel_shape=[3,3], strides=[2,2], "
+        "pads=[1,0,0,1], ceil_mode=1, count_include_pad=1>(x) }",
+        {"x": np.random.default_rng(0).standard_normal((2, 2, 5, 7)).astype(np.float32)},
+    ),
+    **{
+        f"{op} of any version": (
+            None,
+            f"g (float[N,6] x) => (float[N,6] y) {{ y = {op}<noop_with_empty_axes=1>(x) }}",
+            {"x": np.arange(1, 13, dtype=np.float32).reshape(2, 6)},
+        )
+        for op in ("ReduceL2", "ReduceMax", "ReduceMean", "ReduceProd")
+    },
+    "normalization far from 0": (
+        None,
+        "g (float[N,6] x) => (float[N,6] y, float[N,1] m) { s = Constant<value_floats=[1.,2.,3.,1.,2.,3.]>() "
+        "y, m, r = LayerNormalization(x, s) }",
+        {"x": np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)},
+    ),
     "max keeps NaN": (
         "webgpu",
         "g (float[N] x) => (float[N] y) { k = Constant<value=float {1}>() y = Max(k, x) }",

@@ -39,7 +39,7 @@ ON_THE_CPU: dict[str, set[str]] = {
     "*/RNN *": {"RNN", "Scan"},
     "*/GRU *": {"GRU", "Scan"},
     "*/LSTM *": {"Scan"},
-    "*/ctc": {"Scan", "Equal", "Greater"},
+    "*/ctc*": {"Scan", "Equal", "Greater"},
     "step/several/*": {"Scan", "Loop", "Identity"},
     "step/host/lstm": {"Scan"},
     "step/host/control_flow": {"Loop", "Identity"},
@@ -58,7 +58,7 @@ READ = {
     },
 }
 # WGSL's functions are less exact than the CPU's.
-INEXACT = {"*/Sin-*": 5e-4, "*/Cos-*": 5e-4, "*/Tan-*": 5e-4, "*/DFT-*": 1e-3, "step/*": 2e-4}
+INEXACT = {"*/DFT-*": 1e-3, "step/*": 2e-4, "*/+300/*": 5e-4}
 REFUSED = {
     "step/*mixed": "requires f16",  # by an adapter without 16-bit floats
     "*/unknown/Einsum-*...*": "Ellipsis dimensions mismatch",  # of a size of 1 that is unknown
@@ -106,7 +106,7 @@ def test_steps(case: str, worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("step/")])
-@pytest.mark.sample(60)
+@pytest.mark.sample(90)
 def test_operators_and_gradients(case: str, worker: Worker) -> None:
     checked(worker.run(case))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from graphopt.graph.metadata import Text
 from graphopt.graph.roles import FED, STATE, Role, labels_of, role_of, with_role
+from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import dtype_of, name_of, next_of
 from graphopt.targets.check import CHECK
 
@@ -46,6 +47,30 @@ def places(content: bytes) -> dict[str, Place]:
     return {name: Place(begin + start, end - start) for name, (start, end) in ends.items()}
 
 
+def _first_runtime(models: Iterable[ir.Model]) -> str:
+    """Return the first ONNX Runtime that reads models and computes all their operators correctly on CPUs.
+
+    tests/runtime_sweep.py shows what older ones compute.
+    """
+    opset = 1
+    wanted = ["1.8"]
+    for model in models:
+        opset = max(opset, model.opset_imports.get("", 1))
+        for node in nodes_of(model):
+            if node.op_type == "Scan":  # a plan of memory that its body shares is wrong
+                wanted.append("1.19")
+            elif node.op_type == "GridSample" and node.attributes.get_string("mode", "") in (
+                "cubic",
+                "bicubic",
+            ):
+                wanted.append("1.18")
+            elif node.op_type.endswith("Pool") and node.attributes.get_int("ceil_mode", 0) > 0:
+                wanted.append("1.30" if node.attributes.get_int("count_include_pad", 0) else "1.21")
+    if opset not in _FIRST_RUNTIME:
+        return "the newest"
+    return max([*wanted, _FIRST_RUNTIME[opset]], key=lambda version: int(version.split(".")[1]))
+
+
 def contract(
     step: ir.Model,
     initial: Mapping[str, np.ndarray],
@@ -67,7 +92,7 @@ def contract(
         "version": _VERSION,
         "producer": f"graphopt {metadata.version('graphopt')}",
         "runtime": {
-            "onnxruntime": _FIRST_RUNTIME.get(opset, "the newest"),
+            "onnxruntime": _first_runtime([model for name, model in models.items() if name != "train_steps"]),
             "opset": opset,
             "ir_version": max(model.ir_version for model in models.values()),
             "domains": domains,

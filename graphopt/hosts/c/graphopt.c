@@ -488,6 +488,9 @@ static GraphoptCode open_trainer(GraphoptTrainer *t, const char *folder) {
     TRY(read_file(folder, "host.json", &t->host, &size));
     if (!strstr(t->host, "\"format\": \"graphopt.host\"") || !strstr(t->host, "\"version\": 1,"))
         return fail(GRAPHOPT_FILE, "%s/host.json: expected graphopt.host version 1, found another: write it with export_hosts", folder);
+    const char *first = strstr(t->host, "\"onnxruntime\": \"1."), *version = OrtGetApiBase()->GetVersionString();
+    if (first && !strncmp(version, "1.", 2) && atoi(version + 2) < atoi(first + 18))
+        return fail(GRAPHOPT_RUNTIME, "ONNX Runtime: expected 1.%d or later, whose kernels are right, found %s", atoi(first + 18), version);
     const char *type = field(t->host, "reports", "loss", "type");
     if (!type || strncmp(type, "\"float32\"", 9))
         return fail(GRAPHOPT_FILE, "%s/host.json: expected a loss of float32, found %.9s: export float32", folder, type ? type : "none");

@@ -33,6 +33,10 @@ export class Trainer {
     trainer.#options = { stepsPerCall: 16, onNonfinite: "raise", ...byNames("options", options, Object.keys(OPTIONS)) };
     trainer.#read = reader(files);
     trainer.host = contractOf(await trainer.#read("host.json"));
+    const [first, version] = [trainer.host.runtime?.onnxruntime, trainer.#ort.env?.versions?.common];
+    const minor = (text) => Number(/^1\.(\d+)/.exec(text)?.[1]); // NaN, which is not less, of anything else
+    if (minor(version) < minor(first))
+      throw new GraphoptError(`ort: expected ONNX Runtime ${first} or later, whose kernels are right, found ${version}`);
     for (const [name, [fits, expected]] of Object.entries(OPTIONS)) {
       const option = trainer.#options[name];
       if (option !== undefined && !fits(option, trainer.host))

@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of
-from graphopt.targets.portable.form import Form, given
+from graphopt.graph.windows import is_same, window_of
+from graphopt.targets.portable.form import Form, given, sizes_of
 
 
 def product_of_shape(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -54,7 +55,38 @@ ALONG_NO_AXIS: dict[str, Form] = {
     "ReduceL2": _along_no_axis(lambda op, x: op.Abs(x)),
     "ReduceLogSum": _along_no_axis(lambda op, x: op.Log(x)),
     "ReduceSumSquare": _along_no_axis(lambda op, x: op.Mul(x, x)),
+    **{
+        f"Reduce{name}": _along_no_axis(lambda op, x: op.Identity(x))
+        for name in ("LogSumExp", "Max", "Mean", "Min", "Prod")
+    },
 }
+
+
+def average_of_whole_windows(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Widen the pads of an AveragePool that counts them and cuts its last windows off, and scale these windows.
+
+    ONNX Runtime up to 1.24 divides the sums of such windows by the number of all their elements.
+    """
+    counted, rounded = (node.attributes.get_int(name, 0) for name in ("count_include_pad", "ceil_mode"))
+    x, n = given(node.inputs[0]), len(window_of(node).kernel)
+    sizes, shape = sizes_of(x), sizes_of(node.outputs[0])
+    if not (counted and rounded) or is_same(node) or sizes is None or shape is None:
+        return None
+    window, counts, ends = window_of(node), [], []
+    for i in range(n):
+        size, windows = sizes[2 + i], shape[2 + i]
+        if size is None or windows is None:
+            return None
+        padded, starts = window.begin[i] + size + window.end[i], window.strides[i] * np.arange(windows)
+        taps = window.dilations[i] * np.arange(window.kernel[i])
+        counts.append((starts[:, None] + taps < padded).sum(1))
+        ends.append(max(window.end[i], int(starts[-1]) + window.extent[i] - window.begin[i] - size))
+    kept = {
+        name: x for name, x in node.attributes.items() if name in ("kernel_shape", "strides", "dilations")
+    }
+    y = op.AveragePool(x, **kept, pads=[*window.begin, *ends], count_include_pad=1)
+    factors = window.taps / functools.reduce(np.multiply.outer, counts)
+    return [op.Mul(y, op.constant(factors, like=y))]
 
 
 def product_by_a_copy(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:

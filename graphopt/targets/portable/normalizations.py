@@ -1,4 +1,4 @@
-"""Write normalizations as arithmetic for Tract, MNN, OpenVINO and TVM."""
+"""Write normalizations as arithmetic, or subtract the mean before them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import is_floating
-from graphopt.targets.portable.form import given, is_read
+from graphopt.targets.portable.form import Form, given, is_read
 
 
 def batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -44,6 +44,36 @@ def layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None
     for shift in bias:
         y = y if shift is None else op.Add(y, shift)
     return [y, mean, inverse]
+
+
+def centered(first: int) -> Form:
+    """Return the form of a normalization, over the axes from one on unless its `axis` says which, after the mean.
+
+    Kernels of ONNX Runtime's CPU provider up to 1.26, and of its WebGPU provider, compute the variance as a difference
+    of means, which is wrong where numbers are far from 0.
+    """
+
+    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+        x, *weights = node.inputs
+        if x is None or x.shape is None or x.dtype != ir.DataType.FLOAT or _is_centered(x):
+            return None
+        axes = list(range(node.attributes.get_int("axis", first) % len(x.shape), len(x.shape)))
+        mean = op.ReduceMean(x, axes)
+        y, *statistics = op.emit_again(node, [op.Sub(x, mean), *weights])
+        if statistics and is_read(node.outputs[1]):
+            statistics[0] = mean
+        return [y, *statistics]
+
+    return form
+
+
+def _is_centered(x: ir.Value) -> bool:
+    """Return whether a value is another one minus its mean."""
+    node = x.producer()
+    if node is None or node.op_type != "Sub":
+        return False
+    mean = given(node.inputs[1]).producer()
+    return mean is not None and mean.op_type == "ReduceMean" and mean.inputs[0] is node.inputs[0]
 
 
 def _cast(op: Emitter, value: ir.Value, model: ir.Value) -> ir.Value:

@@ -19,13 +19,27 @@ from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like, name_of, swap
 from graphopt.targets.portable.cuda import CUDA, join_small_arrays
-from graphopt.targets.portable.everywhere import chain_of_sums, product_by_a_copy, product_of_shape
+from graphopt.targets.portable.everywhere import (
+    ALONG_NO_AXIS,
+    average_of_whole_windows,
+    chain_of_sums,
+    product_by_a_copy,
+    product_of_shape,
+)
 from graphopt.targets.portable.form import Form
-from graphopt.targets.portable.normalizations import batch_normalization, layer_normalization
+from graphopt.targets.portable.normalizations import batch_normalization, centered, layer_normalization
 from graphopt.targets.portable.webgpu import WEBGPU
 
 # Forms that cost nothing, by operator.
 ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
+
+# Further forms for an ONNX Runtime of any version, whose CPU provider computes some operators wrongly; see
+# tests/runtime_sweep.py.
+ANY_VERSION: dict[str, Form] = {
+    **ALONG_NO_AXIS,
+    "AveragePool": average_of_whole_windows,
+    "LayerNormalization": centered(-1),
+}
 
 # Further forms for a runtime that has no kernel for the operator, or a wrong or slow one.
 FORMS: dict[str, Mapping[str, Form]] = {
@@ -50,8 +64,7 @@ class Portable(Pass):
     Results stay the same up to rounding.
 
     Args:
-        target: the runtime to write for, from `graphopt.targets.portable.FORMS`. None rewrites only what costs
-            nothing.
+        target: the runtime to write for, from `graphopt.targets.portable.FORMS`; None is ONNX Runtime of any version.
 
     Raises:
         GraphoptError: `target` is unknown.
@@ -70,7 +83,7 @@ class Portable(Pass):
             raise GraphoptError(unknown("target", self.target, FORMS))
 
     def rewrite(self, model: ir.Model) -> None:
-        forms = {**ALWAYS, **(FORMS[self.target] if self.target is not None else {})}
+        forms = {**ALWAYS, **(ANY_VERSION if self.target is None else FORMS[self.target])}
         changed = False
         if self.target in REWRITINGS:
             with interface_kept(model):

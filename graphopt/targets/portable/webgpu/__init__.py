@@ -6,12 +6,15 @@ float32, with the integers of 32 bits. NaN is not kept everywhere: its Relu, Sig
 """
 
 from graphopt.targets.portable.form import Form
+from graphopt.targets.portable.normalizations import centered
 from graphopt.targets.portable.webgpu import arithmetic, convolutions, integers, layout, pools, products
 
 WEBGPU: dict[str, Form] = {
     **arithmetic.FORMS,
     **convolutions.FORMS,
     **layout.FORMS,
+    "InstanceNormalization": centered(2),
+    "LayerNormalization": centered(-1),
     **pools.FORMS,
     **products.FORMS,
     **integers.FORMS,  # the last: they call forms of other types

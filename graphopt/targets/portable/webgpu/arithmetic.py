@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of
+from graphopt.graph.values import constant_of, dims_of, dtype_of
 from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
 from graphopt.targets.portable.form import Form, given, is_read
 
@@ -18,6 +20,72 @@ def _log_softmax(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     x, axis = node.inputs[0], [node.attributes.get_int("axis", -1)]
     shifted = op.Sub(x, op.ReduceMax(x, axis))
     return [op.Sub(shifted, op.Log(op.ReduceSum(op.Exp(shifted), axis)))]
+
+
+def _log_sum_exp(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write ReduceLogSumExp as max + log sum exp (x - max). The kernel is infinite from 89 on."""
+    along_none = ALONG_NO_AXIS[node.op_type](op, node)
+    if along_none is not None:
+        return along_none
+    x, axes = given(node.inputs[0]), node.inputs[1] if len(node.inputs) > 1 else None
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    largest = op.ReduceMax(x, axes, **{**attributes, "keepdims": 1})
+    limit = float(np.finfo(dtype_of(x).numpy()).max)
+    finite = op.Clip(largest, op.constant(-limit, like=x), op.constant(limit, like=x))  # inf - inf is NaN
+    rest = op.Log(op.ReduceSum(op.Exp(op.Sub(x, finite)), axes, **attributes))
+    return [op.Add(rest, finite if attributes.get("keepdims", 1) else op.Squeeze(finite, axes))]
+
+
+def _circular(name: str) -> Form:
+    """Return the form of Sin, Cos or Tan: polynomials on [-pi/4, pi/4], after a reduction by parts of pi/2.
+
+    WGSL promises 2^-11 between -pi and pi, and nothing beyond. Parts and polynomials are those of Cephes (Moshier,
+    `sinf.c`), exact to 1e-7 up to 8,192 quarters of a turn.
+    """
+
+    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+        x = given(node.inputs[0])
+        if x.dtype != ir.DataType.FLOAT:
+            return None
+        turns = op.Floor(x * (2 / math.pi) + 0.5)
+        r = functools.reduce(lambda rest, part: rest - turns * part, _PARTS, x)
+        z = r * r
+        sine = r + r * z * _polynomial(op, z, _SINE)
+        cosine = 1 - z * 0.5 + z * z * _polynomial(op, z, _COSINE)
+        halves = op.Floor(turns * 0.5)
+        is_odd = op.Greater(turns, halves * 2)
+        if name == "Tan":
+            return [op.Where(is_odd, op.Neg(cosine), sine) / op.Where(is_odd, sine, cosine)]
+        if name == "Cos":  # a quarter ahead
+            halves, is_odd = op.Floor((turns + 1) * 0.5), op.Not(is_odd)
+        sign = 1 - (halves - op.Floor(halves * 0.5) * 2) * 2
+        return [op.Where(is_odd, cosine, sine) * sign]
+
+    return form
+
+
+_PARTS = (
+    1.5703125,
+    4.837512969970703e-4,
+    7.549789948768648e-8,
+)  # of pi/2: products by small numbers are exact
+_SINE = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+_COSINE = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
+
+
+def _polynomial(op: Emitter, z: ir.Value, factors: Sequence[float]) -> ir.Value:
+    first, *others = factors
+    return functools.reduce(lambda y, factor: y * z + factor, others, op.constant(first, like=z))
+
+
+def _asinh(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Take Asinh of the magnitude. The kernel is wrong below -4,000, where x + sqrt(x^2 + 1) vanishes."""
+    x = given(node.inputs[0])
+    source = x.producer()
+    if source is not None and source.op_type == "Abs":
+        return None
+    y = op.Asinh(op.Abs(x))
+    return [op.Where(op.Less(x, op.constant(0, like=x)), op.Neg(y), y)]
 
 
 def _extreme(compare: str) -> Form:
@@ -113,7 +181,9 @@ def _either(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
 
 FORMS: dict[str, Form] = {
     **ALONG_NO_AXIS,
+    "Asinh": _asinh,
     "Celu": celu,
+    "Cos": _circular("Cos"),
     "Dropout": _dropout,
     "LogSoftmax": _log_softmax,
     "Max": _extreme("Less"),
@@ -122,9 +192,12 @@ FORMS: dict[str, Form] = {
     "Or": _either,
     "PRelu": _prelu,
     "Pow": _power,
+    "ReduceLogSumExp": _log_sum_exp,
     "Round": _round,
     "Selu": _selu,
     "Shrink": _shrink,
     "Sign": _sign,
+    "Sin": _circular("Sin"),
     "Softsign": _softsign,
+    "Tan": _circular("Tan"),
 }
