@@ -28,7 +28,11 @@ __all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScal
 
 _PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 _ALL = 2**31  # rows
-_TURNS, _GRADIENT, _CERTAIN = 100, 1e-10, 1e-6  # of Newton's method, and the mean loss that means: no mistake is left
+_TURNS, _GRADIENT, _CERTAIN = (
+    100,
+    1e-10,
+    1e-6,
+)  # of Newton's method, and the mean loss that means: no mistake is left
 _Own = TypeVar("_Own", bound="Learning")
 
 
@@ -92,7 +96,12 @@ class Learning(Pass):
             return Scores(y, given(node.inputs[0]), node.op_type)
         while (node := inner.producer()) is not None and node.domain == "" and node.op_type in _PASSING:
             inner = given(node.inputs[0])
-        if inner is not y and node is not None and node.domain == "" and node.op_type in ("Sigmoid", "Softmax"):
+        if (
+            inner is not y
+            and node is not None
+            and node.domain == ""
+            and node.op_type in ("Sigmoid", "Softmax")
+        ):
             raise GraphoptError(
                 f"{type(self).__name__}: expected logits, found that {y.name!r} comes out of the {node.op_type} "
                 f"{inner.name!r}: make {given(node.inputs[0]).name!r}, the value before it, the output"
@@ -178,7 +187,10 @@ class Calibration(Learning):
         if scores.is_binary:
             z = np.stack([np.zeros(len(z)), z.reshape(-1)], 1)
         numbers = self.class_numbers(targets, z.shape[1])
-        if self.per_class and (missing := np.flatnonzero(np.bincount(numbers, minlength=z.shape[1]) == 0)).size:
+        if (
+            self.per_class
+            and (missing := np.flatnonzero(np.bincount(numbers, minlength=z.shape[1]) == 0)).size
+        ):
             raise GraphoptError(
                 f"{type(self).__name__}: expected rows of each of {z.shape[1]} classes, found none of class "
                 f"{missing[0]}: passes.Temperature needs no row of each class"
@@ -408,7 +420,9 @@ class VarianceScaling(Learning):
             return replace(self, scale=tuple(squares.reshape(len(squares), -1).mean(0).tolist()))
         of_rows, _ = self.on_rows(model, variance, read)
         if not (of_rows > 0).all():
-            raise GraphoptError(f"VarianceScaling: expected {variance.name!r} above 0, found {of_rows.min():g}")
+            raise GraphoptError(
+                f"VarianceScaling: expected {variance.name!r} above 0, found {of_rows.min():g}"
+            )
         return replace(self, scale=(float((squares / of_rows).mean()),))
 
     def rewrite(self, model: ir.Model) -> None:

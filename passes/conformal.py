@@ -86,7 +86,9 @@ class PredictionSet(_Conformal):
         model = model.clone()
         ensure_typed(model)
         with Emitter(model) as op:
-            y = op.Identity(self._scores(op, self.scores(model).emit_probabilities(op)), _outputs=["set.scores"])
+            y = op.Identity(
+                self._scores(op, self.scores(model).emit_probabilities(op)), _outputs=["set.scores"]
+            )
         scores, targets = self.on_rows(model, y, read)
         numbers = self.class_numbers(targets, scores.shape[1])
         own = np.take_along_axis(scores, numbers[:, None], axis=1)[:, 0]
@@ -165,7 +167,9 @@ class PredictionInterval(_Conformal):
         y = floating_output(model, self.output, "output")
         fits = dims_of(y)[1:] in (((), (1,)) if self.score == "absolute" else ((2,),))
         if y.shape is None or not fits or not rank(y):
-            expected = "[N] or [N, 1]" if self.score == "absolute" else "[N, 2], a lower and an upper quantile"
+            expected = (
+                "[N] or [N, 1]" if self.score == "absolute" else "[N, 2], a lower and an upper quantile"
+            )
             raise GraphoptError(
                 f"PredictionInterval({self.score!r}): expected an output {expected}, found {name_of(y)!r} of shape "
                 f"{y.shape}"
