@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -33,7 +33,7 @@ _TURNS, _GRADIENT, _CERTAIN = (
     1e-10,
     1e-6,
 )  # of Newton's method, and the mean loss that means: no mistake is left
-_Own = TypeVar("_Own", bound="Learning")
+_Own = TypeVar("_Own", bound="Calibration")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Calibration(Learning):
     per_class: ClassVar[bool] = False
     has_bias: ClassVar[bool] = False
 
-    def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Calibration:
+    def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Any:
         """Return the pass with the numbers that it has learnt."""
         raise NotImplementedError
 
@@ -175,7 +175,6 @@ class Calibration(Learning):
         raise NotImplementedError
 
     def adapted(self: _Own, model: ir.Model, read: Read) -> _Own:
-        assert isinstance(self, Calibration)
         model = model.clone()
         ensure_typed(model)
         scores = self.scores(model)
@@ -195,13 +194,18 @@ class Calibration(Learning):
                 f"{type(self).__name__}: expected rows of each of {z.shape[1]} classes, found none of class "
                 f"{missing[0]}: passes.Temperature needs no row of each class"
             )
+        return self._fitted(z, numbers)
+
+    def _fitted(self: _Own, z: np.ndarray, numbers: np.ndarray) -> _Own:
+        """Return the pass with the numbers of the least cross-entropy of logits [N, classes]."""
         found = _most_likely(z, numbers, z.shape[1] if self.per_class else 1, self.has_bias)
         if found is None:
             raise GraphoptError(
                 f"{type(self).__name__}: expected rows with mistakes, by which the best scale is finite and positive, "
                 f"found {len(z)} rows without: take more rows, none of which trained"
             )
-        return self.learnt(*found)  # type: ignore[return-value]
+        learnt: _Own = self.learnt(*found)
+        return learnt
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
@@ -249,6 +253,16 @@ class Temperature(Calibration):
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Temperature:
         return replace(self, log_temperature=-math.log(scale.item()))
+
+    @classmethod
+    def of(cls, p: np.ndarray, numbers: np.ndarray) -> Temperature:
+        """Return the pass of probabilities [N, classes], and of the numbers of the right classes."""
+        return cls()._fitted(_logarithms(p), numbers)
+
+    def of_probabilities(self, p: np.ndarray) -> np.ndarray:
+        """Return calibrated probabilities [N, classes]."""
+        rates = np.exp(_log_softmax(_logarithms(p) * math.exp(-(self.log_temperature or 0.0))))
+        return rates.astype(p.dtype, copy=False)
 
     def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
         return logits / op.Exp(self.number(model, f"{name}.log_temperature", self.log_temperature, logits))
@@ -330,6 +344,15 @@ class Platt(Calibration):
         return scores
 
 
+def _log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(1, keepdims=True)
+    return np.asarray(z - np.log(np.exp(z).sum(1, keepdims=True)))
+
+
+def _logarithms(p: np.ndarray) -> np.ndarray:
+    return np.log(np.maximum(p.astype(np.float64), np.finfo(p.dtype).tiny))
+
+
 def _most_likely(
     z: np.ndarray, target: np.ndarray, scales: int, has_bias: bool
 ) -> tuple[np.ndarray, np.ndarray] | None:
@@ -347,16 +370,11 @@ def _most_likely(
         scale = (g * z).sum(axis=0 if scales > 1 else None, keepdims=scales == 1).reshape(-1)
         return np.concatenate([scale, g.sum(0) if has_bias else []]) / len(z)
 
-    def log_rates(x: np.ndarray) -> np.ndarray:
-        scaled = logits(x)
-        scaled = scaled - scaled.max(1, keepdims=True)
-        return scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
-
     def loss(x: np.ndarray) -> float:
-        return -float(log_rates(x)[rows, target].mean())
+        return -float(_log_softmax(logits(x))[rows, target].mean())
 
     for _ in range(_TURNS):
-        p = np.exp(log_rates(x))
+        p = np.exp(_log_softmax(logits(x)))
         excess = p.copy()
         excess[rows, target] -= 1
         gradient = back(excess)

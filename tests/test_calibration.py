@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -14,11 +15,14 @@ from scipy.special import expit, log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
+from sklearn.model_selection import train_test_split
 
 import graphopt
 import passes
 from graphopt import models
+from graphopt.cli import command as cli
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 
 LOGITS = "g (float[N,5] x) => (float[N,5] y) { y = Identity(x) }"
 
@@ -357,3 +361,111 @@ def test_passes_are_needed_and_learn_by_calibrate_alone() -> None:
         graphopt.calibrate(model(LOGITS), rows())
     with pytest.raises(GraphoptError, match=r"Temperature learns from rows that did not train: call"):
         graphopt.compile(models.linear((2,), 3), training=passes.Temperature(), loss=passes.CrossEntropy())
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((600, 4))
+    y = np.array(["a", "b", "c"])[(x[:, 0] + rng.standard_normal(600) > 0).astype(int) + (classes > 2) * (x[:, 1] > 1)]
+    options = {"hidden_layer_sizes": (30,), "learning_rate_init": 0.05, "max_iter": 15, "random_state": 0}
+    sure = graphopt.OnnxClassifier(calibration=0.3, **options).fit(x, y)
+    kept, held_out, target, own = train_test_split(x, y, test_size=0.3, random_state=0, stratify=y)
+    plain = graphopt.OnnxClassifier(**options).fit(kept, target)
+    log_p, numbers = np.log(plain.predict_proba(held_out)), np.searchsorted(plain.classes_, own)
+    best = minimize_scalar(lambda t: cross_entropy(log_p / np.exp(t), numbers), bracket=(0, 1), tol=1e-12).x
+    assert abs(sure.log_temperature_ - best) < 1e-5
+    assert abs(best) > 0.01
+    expected = softmax(np.log(plain.predict_proba(x)) / np.exp(best), axis=1)
+    np.testing.assert_allclose(sure.predict_proba(x), expected, atol=1e-6)
+    np.testing.assert_array_equal(sure.predict(x), plain.predict(x))
+    found = graphopt.run(sure.to_onnx(), {"X": x.astype(np.float32)})
+    np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
+    np.testing.assert_array_equal(found["label"], sure.predict(x))
+
+
+def test_the_classifier_refuses_to_calibrate_several_labels() -> None:
+    with pytest.raises(GraphoptError, match="calibration: expected one label for each row"):
+        graphopt.OnnxClassifier(calibration=0.1).fit(
+            np.zeros((20, 2)), np.eye(2, dtype=int)[np.arange(20) % 2]
+        )
+
+
+def test_an_output_that_has_lost_its_role_is_named() -> None:
+    """Without it, `trained` returned the training graph, with the input `target`, without a word."""
+
+    class Doubled(passes.Parameters):
+        def rewrite(self, model: ir.Model) -> None:
+            super().rewrite(model)
+            with Emitter(model) as op:
+                y = model.graph.outputs[0]
+                y.name = "before"
+                model.graph.outputs[0] = op.Mul(y, 2.0, _outputs=["y"])
+
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    executor = graphopt.Executor(graphopt.compile(models.linear((2,), 3), parameters=Doubled(), **steps))
+    with pytest.raises(GraphoptError, match="expected the role 'prediction' of the output 'y', found none"):
+        executor.trained()
+
+
+def test_a_run_is_calibrated_on_the_rows_that_it_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A threshold of the rows that trained would be smaller."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["folder=run", "fit.epochs=3", "quiet=true", "fit.seed=4", "executor.native=false"]) == 0
+    assert cli.main(["calibrate", "run", "conformal=prediction_set"]) == 0
+    assert "360 rows held out by the run" in capsys.readouterr().out
+    _, held_out = graphopt.data.hold_out(1797, 0.2, seed=4)
+    digits = graphopt.data.digits().arrays
+    rows = {name: x[held_out] for name, x in digits.items()}
+    expected = graphopt.calibrate("run/trained.onnx", rows, passes.Temperature(), passes.PredictionSet())
+    found = graphopt.load("run/calibrated.onnx")
+    assert numbers(found) == numbers(expected)
+    a, b = (graphopt.run(each, {"x": digits["x"]}) for each in (found, expected))
+    np.testing.assert_array_equal(a["set"], b["set"])
+    page = Path("run/calibration.html").read_text()
+    assert page.count("<svg") == 2
+    assert "negative log-likelihood" in page
+    for words, message in (
+        (["calibrate", "run", "rows=trained"], "rows=trained: expected rows that did not train"),
+        (
+            ["calibrate", "run", "calibrate=none"],
+            "expected calibrate or conformal, found calibrate=none conformal=n",
+        ),
+        (["calibrate", "run", "calibrate=platt"], "take passes.VectorScaling"),
+    ):
+        assert cli.main(words) == 1
+        assert message in capsys.readouterr().err
+    assert (
+        cli.main(["folder=all", "fit.epochs=1", "fit.validation=null", "quiet=true", "executor.native=false"])
+        == 0
+    )
+    assert cli.main(["calibrate", "all"]) == 1
+    assert "expected a run that held rows out, found one that trained on all 1,797" in capsys.readouterr().err
+    assert not Path("all/calibrated.onnx").exists()
+
+
+def test_a_table_s_run_is_calibrated_behind_its_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    lines = [
+        f"{c},{a:.3f},{'yes' if a + rng.standard_normal() > 0 else 'no'}"
+        for a, c in zip(rng.standard_normal(300), rng.choice(["u", "v"], 300), strict=True)
+    ]
+    Path("rows.csv").write_text("\n".join(["kind,size,bought", *lines]) + "\n")
+    run = [
+        "data=csv",
+        "data.path=rows.csv",
+        "data.target=bought",
+        "data.columns=auto",
+        "fit.epochs=3",
+        "folder=run",
+    ]
+    assert cli.main([*run, "quiet=true", "executor.native=false"]) == 0
+    assert cli.main(["calibrate", "run"]) == 0
+    before, after = (graphopt.load(f"run/{name}.onnx") for name in ("trained", "calibrated"))
+    assert [y.name for y in before.graph.outputs] == [y.name for y in after.graph.outputs]
+    assert any("temperature" in name for name in after.graph.initializers)

@@ -62,8 +62,13 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
     table = [[name, *(f"{x[name]:.4g}" if name in x else "" for x in numbers.values())] for name in names]
     print_table(console, ["measure", *numbers], table)
     trained.prepare()
-    save(calibrated if columns is None else columns.before(ir.to_proto(calibrated), labels_in(model)), path := trained.folder / CALIBRATED)
-    charts = [_diagram(f"Reliability {when}", y, target) for when, y in (("before", before), ("after", after))]
+    save(
+        calibrated if columns is None else columns.before(ir.to_proto(calibrated), labels_in(model)),
+        path := trained.folder / CALIBRATED,
+    )
+    charts = [
+        _diagram(f"Reliability {when}", y, target) for when, y in (("before", before), ("after", after))
+    ]
     sections = [html.section("Measures", html.html_table(["measure", *numbers], table))]
     if shown := [chart for chart in charts if chart]:
         sections.insert(0, html.section("Reliability", html.charts(shown)))

@@ -56,9 +56,14 @@ class ScoredBatch:
         if self.spec.labels is None:
             p, numbers = np.exp(self.log_probabilities()), self.target.astype(np.int64)
         else:
-            activation, numbers = activation_of(self.spec), (self.target == self.spec.labels[1]).astype(np.int64)
+            activation, numbers = (
+                activation_of(self.spec),
+                (self.target == self.spec.labels[1]).astype(np.int64),
+            )
             if activation is None:
-                raise GraphoptError("metrics: expected a loss of probabilities, found none: leave out ece and brier")
+                raise GraphoptError(
+                    "metrics: expected a loss of probabilities, found none: leave out ece and brier"
+                )
             p = self.scores.astype(np.float64)
             p = 0.5 * (1 + np.tanh(0.5 * p)) if activation else p
             p = np.stack([1 - p, p], axis=1)
@@ -348,7 +353,9 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "brier": partial(OfMean, _brier_scores),
     "confusion_matrix": ConfusionMatrix,
     "coverage": partial(
-        OfMean, lambda batch: np.less_equal(_columns(batch.target), _columns(batch.predicted)), ("regression",)
+        OfMean,
+        lambda batch: np.less_equal(_columns(batch.target), _columns(batch.predicted)),
+        ("regression",),
     ),
     "ece": CalibrationError,
     "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),

@@ -408,7 +408,9 @@ class Recipe:
         """Return the passes that calibrate, one after the other."""
         found = [self._build(key) for key in ("calibrate", "conformal") if self.fields.get(key)]
         if not found:
-            raise GraphoptError("calibrate: expected calibrate or conformal, found calibrate=none conformal=none")
+            raise GraphoptError(
+                "calibrate: expected calibrate or conformal, found calibrate=none conformal=none"
+            )
         return found
 
     def halves(self) -> StepHalves:
