@@ -56,6 +56,7 @@ from passes.regularizers import *
 from passes.schedules import *
 from passes.standardize import Standardize as Standardize
 from passes.training_mode import TrainingMode as TrainingMode
+from passes.uncertainty import *
 from passes.unroll_loops import UnrollLoops as UnrollLoops
 
 # All but the submodules, which belong to no module themselves.

@@ -367,7 +367,9 @@ def test_passes_are_needed_and_learn_by_calibrate_alone() -> None:
 def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((600, 4))
-    y = np.array(["a", "b", "c"])[(x[:, 0] + rng.standard_normal(600) > 0).astype(int) + (classes > 2) * (x[:, 1] > 1)]
+    y = np.array(["a", "b", "c"])[
+        (x[:, 0] + rng.standard_normal(600) > 0).astype(int) + (classes > 2) * (x[:, 1] > 1)
+    ]
     options = {"hidden_layer_sizes": (30,), "learning_rate_init": 0.05, "max_iter": 15, "random_state": 0}
     sure = graphopt.OnnxClassifier(calibration=0.3, **options).fit(x, y)
     kept, held_out, target, own = train_test_split(x, y, test_size=0.3, random_state=0, stratify=y)
