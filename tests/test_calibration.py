@@ -217,7 +217,7 @@ def test_sets_are_those_of_the_formula(score: str, alpha: float, by_class: bool)
 @pytest.mark.parametrize("alpha", [0.1, 0.05, 0.2])
 def test_coverage_over_splits_is_in_the_band_of_theory(alpha: float) -> None:
     """An interpolated quantile covers less: (n - 1)(1 - alpha) + 1 of n + 1, not ceil((n + 1)(1 - alpha))."""
-    rng, n = np.random.default_rng(0), 59
+    rng, n = np.random.default_rng(0), 60
     most = [passes.PredictionInterval(alpha).threshold_of(rng.random(n)) for _ in range(2000)]
     k = np.ceil((n + 1) * (1 - alpha) - 1e-9)
     band = np.sqrt(k * (n + 1 - k) / (n + 1) ** 2 / (n + 2) / 2000)  # of the mean of a beta distribution
