@@ -114,7 +114,8 @@ def explain(model: Source, explanation: Pass, *, keep: bool = True) -> ir.Model:
     Args:
         model: as in `graphopt.grad`.
         explanation: a pass such as `passes.GradCAM()`, which adds the output `OUTPUT.explanation`, or `passes.FGSM`,
-            which adds `INPUT.adversarial`; or `passes.MonteCarloDropout()` or `passes.Ensemble`, which say how sure it is.
+            which adds `INPUT.adversarial`; or `passes.MonteCarloDropout()` or `passes.Ensemble`, which say how sure it
+            is.
         keep: keep the model's own outputs.
 
     Raises:

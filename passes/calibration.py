@@ -314,8 +314,8 @@ class Platt(Calibration):
         scale: the factor; None learns it.
         bias: the summand.
 
-    >>> rows = {"x": numpy.float32([[-2], [-1], [1], [2], [0.5]]), "target": numpy.array([0, 0, 1, 1, 0])}
-    >>> calibrated = graphopt.calibrate(models.linear((1,), 1), {**rows, "target": rows["target"][::-1]}, passes.Platt())
+    >>> rows = {"x": numpy.float32([[-2], [-1], [1], [2]]), "target": numpy.array([0, 1, 0, 1])}
+    >>> calibrated = graphopt.calibrate(models.mlp((1,), 1), rows, passes.Platt())
     """
 
     scale: float | None = None

@@ -57,8 +57,8 @@ class _Conformal(Learning):
 class PredictionSet(_Conformal):
     """Add outputs `probability` [N, classes] and `set` [N, classes]: the set has the right class in 1 - alpha of rows.
 
-    The score of a class is minus its probability for `lac` (Sadinle, Lei, Wasserman 2019), and for `aps` the sum of the
-    probabilities from the largest to its own (Romano, Sesia, Candes 2020; without their random numbers, as in
+    The score of a class is minus its probability for `lac` (Sadinle, Lei, Wasserman 2019). For `aps`, it is the sum of
+    the probabilities from the largest to its own (Romano, Sesia, Candes 2020; without their random numbers, as in
     arXiv:2107.07511). `raps` adds `penalty` for each rank after `rank` (Angelopoulos et al. 2021). A set has the classes
     whose score is at most the threshold, and may be empty.
 

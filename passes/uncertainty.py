@@ -1,4 +1,4 @@
-"""Say how sure a prediction is, inside the file: by the weights that would fit as well, by dropout, by several models."""
+"""Say how sure a prediction is, inside the file: by other weights that fit as well, by dropout, by several models."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ class LastLayerLaplace(Learning):
                 weight = weight.T
         if node is None or weight is None or kind not in ("Gemm", "MatMul") or weight.ndim != 2:
             raise GraphoptError(
-                f"LastLayerLaplace: expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, found "
-                f"{kind or 'none'}: name an output of such a layer"
+                f"LastLayerLaplace: expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, "
+                f"found {kind or 'none'}: name an output of such a layer"
             )
         rows, outputs = len(weight) + (bias is not None), weight.shape[1]
         if self.structure == "full" and rows * outputs > _MOST_WEIGHTS:
@@ -277,8 +277,8 @@ class MonteCarloDropout(_Samples):
         nodes = [node for node in model.graph if node in needed]
         if not any(_is_dropout(node) for node in nodes):
             raise GraphoptError(
-                f"MonteCarloDropout: expected Dropout before {y.name!r}, found none: export the model with its Dropout, "
-                "in training mode, or take passes.Ensemble"
+                f"MonteCarloDropout: expected Dropout before {y.name!r}, found none: export the model with its "
+                "Dropout, in training mode, or take passes.Ensemble"
             )
 
         def turn(

@@ -162,7 +162,8 @@ def test_a_softmax_is_applied_once() -> None:
 
 
 def test_other_readers_of_the_output_get_the_calibrated_one_and_the_file_checks() -> None:
-    text = "g (float[N,5] x) => (float[N,5] y, int64[N] label) { y = Add(x, x) label = ArgMax<axis = 1, keepdims = 0>(y) }"
+    nodes = "y = Add(x, x) label = ArgMax<axis = 1, keepdims = 0>(y)"
+    text = f"g (float[N,5] x) => (float[N,5] y, int64[N] label) {{ {nodes} }}"
     calibrated = graphopt.calibrate(model(text), rows(), passes.VectorScaling())
     found = graphopt.run(calibrated, {"x": rows()["x"]})
     np.testing.assert_array_equal(found["label"], found["y"].argmax(1))
@@ -230,7 +231,8 @@ def test_intervals_are_as_wide_as_the_kth_smallest_error(shape: tuple[int, ...])
     rng = np.random.default_rng(0)
     x = rng.standard_normal((60, 2)).astype(np.float32)
     target = (x.sum(1) + rng.standard_normal(60)).astype(np.float32).reshape(60, *shape)
-    text = f"g (float[N,2] x) => (float[N{',1' if shape else ''}] y) {{ a = Constant<value_ints = [1]>() y = ReduceSum<keepdims = {len(shape)}>(x, a) }}"
+    dims, nodes = ",1" if shape else "", f"y = ReduceSum<keepdims = {len(shape)}>(x, a)"
+    text = f"g (float[N,2] x) => (float[N{dims}] y) {{ a = Constant<value_ints = [1]>() {nodes} }}"
     found = graphopt.run(
         graphopt.calibrate(model(text), {"x": x, "target": target}, passes.PredictionInterval(0.2)), {"x": x}
     )

@@ -373,8 +373,8 @@ REFUSED = {
     "share": (["fit.validation=2"], "validation: expected a share of the rows"),
     "run": (
         ["run=fly"],
-        "unknown run 'fly'; known: artifacts, calibrate, check, compare, compile, derive, evaluate, explain, export, generate, "
-        "hosts, predict, report, train",
+        "unknown run 'fly'; known: artifacts, calibrate, check, compare, compile, derive, evaluate, explain, export, "
+        "generate, hosts, predict, report, train",
     ),
     "a word": (
         ["fly"],

@@ -1,4 +1,4 @@
-"""Choose which rows of a run's data `evaluate`, `calibrate` and `predict` read: all, those that it held out, or that trained."""
+"""Choose which rows of a run's data `evaluate`, `calibrate` and `predict` read: all, held out, or those that trained."""
 
 from __future__ import annotations
 

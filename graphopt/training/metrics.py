@@ -134,7 +134,7 @@ class TopK(OfMean):
 
 
 class CalibrationError(Metric):
-    """Compute the expected calibration error (Naeini, Cooper, Hauskrecht 2015): how far confidences are from accuracies.
+    """Compute the expected calibration error (Naeini, Cooper, Hauskrecht 2015), between confidence and accuracy.
 
     The probabilities of the predicted classes fall into `bins` of equal width. The error is the mean distance of their
     mean from the share that is right, weighted by the rows of each bin.
