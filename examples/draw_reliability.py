@@ -34,10 +34,11 @@ def panel(left: int, title: str, p: np.ndarray, target: np.ndarray) -> str:
                 2 + 10 * rows.mean() ** 0.5,
             )
             marks += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}"/>'
+    words = f"{title}: {most.mean():.1%} sure, {right.mean():.1%} right"
     return (
-        f'<g transform="translate({left} 40)">'
-        f'<text x="0" y="-12">{title}: {most.mean():.1%} sure, {right.mean():.1%} right</text><path class="axis" d="M0 0V{SIDE}H{SIDE}M0 {SIDE}L{SIDE} 0"/>{marks}'
-        f'<text x="0" y="{SIDE + 18}">confidence, 0 to 1; up: share right</text></g>'
+        f'<g transform="translate({left} 40)"><text y="-12">{words}</text>'
+        f'<path class="axis" d="M0 0V{SIDE}H{SIDE}M0 {SIDE}L{SIDE} 0"/>{marks}'
+        f'<text y="{SIDE + 18}">confidence, 0 to 1; up: share right</text></g>'
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -224,7 +224,7 @@ class Calibration(Learning):
         return register(model, name, np.asarray(value, dtype_of(like).numpy()))
 
 
-def replace_output(model: ir.Model, y: ir.Value, new: ir.Value, uses: list[tuple[ir.Node, int]]) -> None:
+def replace_output(model: ir.Model, y: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
     """Give a value the name, the notes and the place of an output."""
     redirect(uses, new)
     name, y.name = y.name, f"{y.name}/before"

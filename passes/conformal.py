@@ -59,8 +59,8 @@ class PredictionSet(_Conformal):
 
     The score of a class is minus its probability for `lac` (Sadinle, Lei, Wasserman 2019). For `aps`, it is the sum of
     the probabilities from the largest to its own (Romano, Sesia, Candes 2020; without their random numbers, as in
-    arXiv:2107.07511). `raps` adds `penalty` for each rank after `rank` (Angelopoulos et al. 2021). A set has the classes
-    whose score is at most the threshold, and may be empty.
+    arXiv:2107.07511). `raps` adds `penalty` for each rank after `rank` (Angelopoulos et al. 2021). A set has the
+    classes whose score is at most the threshold, and may be empty.
 
     Args:
         score: `lac` for the smallest sets, `aps` or `raps` for sets that grow with the difficulty of a row.

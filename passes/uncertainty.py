@@ -73,8 +73,8 @@ class LastLayerLaplace(Learning):
     def adapted(self, model: ir.Model, read: Read) -> LastLayerLaplace:
         model = model.clone()
         ensure_typed(model)
-        y, features, weight = self._layer(model)
-        x, _ = self.on_rows(model, features, read)
+        y, read_by, weight, _ = self._layer(model)
+        x, _ = self.on_rows(model, read_by, read)
         z, _ = self.on_rows(model, y, read)
         x = np.concatenate([x, np.ones((len(x), len(weight) - x.shape[1]))], axis=1)
         covariances = self._covariances(x, self._curvature(z.reshape(len(z), -1)), weight)
@@ -132,15 +132,15 @@ class LastLayerLaplace(Learning):
     def rewrite(self, model: ir.Model) -> None:
         assert self.factors is not None
         ensure_typed(model)
-        y, x, weight = self._layer(model)
+        y, x, _, features = self._layer(model)
         output = floating_output(model, self.output, "output")
         name = f"{output.name}.variance"
         state.check_free(model, name)
         outputs, inputs, _ = self.factors.shape
         with Emitter(model) as op:
             roots = self.factors.transpose(1, 0, 2).reshape(inputs, -1)
-            moved = op.MatMul(x, op.constant(roots[: dims_of(x)[1]], like=x))
-            if len(weight) > dims_of(x)[1]:  # the bias
+            moved = op.MatMul(x, op.constant(roots[:features], like=x))
+            if inputs > features:  # the bias
                 moved = moved + op.constant(roots[-1], like=x)
             squares = op.Reshape(op.Pow(moved, 2.0), [0, outputs, inputs])
             variance = op.ReduceSum(squares, [2], keepdims=0)
@@ -153,8 +153,8 @@ class LastLayerLaplace(Learning):
                 rates = Scores(scaled, scaled, None).emit_probabilities(op)
                 model.graph.outputs.append(op.Identity(rates, _outputs=["probability"]))
 
-    def _layer(self, model: ir.Model) -> tuple[ir.Value, ir.Value, np.ndarray]:
-        """Return the output of the last layer, its features, and its weight, with the bias as the last row."""
+    def _layer(self, model: ir.Model) -> tuple[ir.Value, ir.Value, np.ndarray, int]:
+        """Return the output of the last layer, what it reads, its weight with the bias as last row, and its features."""
         y = floating_output(model, self.output, "output")
         if self.task == "classification":
             y = self.scores(model).logits or y
@@ -175,7 +175,8 @@ class LastLayerLaplace(Learning):
                 f"LastLayerLaplace: expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, "
                 f"found {kind or 'none'}: name an output of such a layer"
             )
-        rows, outputs = len(weight) + (bias is not None), weight.shape[1]
+        features, outputs = weight.shape
+        rows = features + (bias is not None)
         if self.structure == "full" and rows * outputs > _MOST_WEIGHTS:
             raise GraphoptError(
                 f"LastLayerLaplace: expected at most {_MOST_WEIGHTS} weights for structure='full', found "
@@ -188,7 +189,7 @@ class LastLayerLaplace(Learning):
             )
         if bias is not None:
             weight = np.concatenate([weight, np.broadcast_to(bias.reshape(1, -1), (1, outputs))])
-        return y, given(node.inputs[0]), weight
+        return y, given(node.inputs[0]), weight, features
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Choose which rows of a run's data `evaluate`, `calibrate` and `predict` read: all, held out, or those that trained."""
+"""Choose which rows of a run's data `evaluate`, `calibrate` and `predict` read: all, held out, or trained on."""
 
 from __future__ import annotations
 
