@@ -17,7 +17,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import constant_of, dims_of, given, like, name_of
+from graphopt.graph.values import constant_of, dims_of, given, like, name_of, rank
 from graphopt.intervals import within
 from passes.calibration import Learning, Scores
 from passes.differentiate import floating_output
@@ -154,7 +154,7 @@ class LastLayerLaplace(Learning):
                 model.graph.outputs.append(op.Identity(rates, _outputs=["probability"]))
 
     def _layer(self, model: ir.Model) -> tuple[ir.Value, ir.Value, np.ndarray, int]:
-        """Return the output of the last layer, what it reads, its weight with the bias as last row, and its features."""
+        """Return the last layer's output, what it reads, its weight with the bias as last row, and its features."""
         y = floating_output(model, self.output, "output")
         if self.task == "classification":
             y = self.scores(model).logits or y
@@ -167,10 +167,16 @@ class LastLayerLaplace(Learning):
         if node is not None and kind == "Gemm":
             bias = constant_of(node.inputs[2]) if len(node.inputs) > 2 else bias
             plain = [node.attributes.get_float(name, 1.0) == 1 for name in ("alpha", "beta")]
-            weight = weight if all(plain) and not node.attributes.get_int("transA", 0) else None
-            if weight is not None and node.attributes.get_int("transB", 0):
+            first, second = (node.attributes.get_int(name, 0) for name in ("transA", "transB"))
+            weight = weight if all(plain) and not first else None
+            if weight is not None and second:
                 weight = weight.T
-        if node is None or weight is None or kind not in ("Gemm", "MatMul") or weight.ndim != 2:
+        if (
+            node is None
+            or weight is None
+            or kind not in ("Gemm", "MatMul")
+            or (weight.ndim, rank(y)) not in ((2, 1), (2, 2))
+        ):
             raise GraphoptError(
                 f"LastLayerLaplace: expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, "
                 f"found {kind or 'none'}: name an output of such a layer"
