@@ -41,6 +41,7 @@ from graphopt.runtime.executor import Executor, NonFiniteLoss, run
 from graphopt.runtime.saved_adapter import save_adapter
 from graphopt.runtime.saved_folder import save_folder
 from graphopt.targets.target import Target, lower
+from graphopt.training.calibrate import calibrate
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
@@ -75,6 +76,7 @@ __all__ = [
     "TextGenerator",
     "Trainer",
     "adapt",
+    "calibrate",
     "check",
     "compile",
     "dot",

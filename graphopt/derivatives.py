@@ -114,7 +114,8 @@ def explain(model: Source, explanation: Pass, *, keep: bool = True) -> ir.Model:
     Args:
         model: as in `graphopt.grad`.
         explanation: a pass such as `passes.GradCAM()`, which adds the output `OUTPUT.explanation`, or `passes.FGSM`,
-            which adds `INPUT.adversarial`.
+            which adds `INPUT.adversarial`; or `passes.MonteCarloDropout()` or `passes.Ensemble`, which say how sure it
+            is.
         keep: keep the model's own outputs.
 
     Raises:
@@ -139,6 +140,19 @@ def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
     """
     import passes
 
+    loaded = normalized(model)
+    own = {output.name for output in loaded.graph.outputs}
+    derivative.apply(loaded)
+    if not keep:
+        loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
+    passes.Simplify().apply(loaded)
+    return loaded
+
+
+def normalized(model: Source) -> ir.Model:
+    """Return a model in the form that passes rewrite; warn of what it lacks then."""
+    import passes
+
     loaded = load(model)
     passes.Normalize().apply(loaded)
     own = {output.name for output in loaded.graph.outputs}
@@ -148,10 +162,6 @@ def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
         warnings.warn(
             "the file takes or returns strings, or other values that are no tensors, which are left out of the new one"
             + (f": {', '.join(beside)}" if beside else ""),
-            stacklevel=3,
+            stacklevel=4,
         )
-    derivative.apply(loaded)
-    if not keep:
-        loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
-    passes.Simplify().apply(loaded)
     return loaded

@@ -17,7 +17,9 @@ from passes.adapters import *
 from passes.augment import AugmentImages as AugmentImages
 from passes.augment import MixUp as MixUp
 from passes.averages import *
+from passes.calibration import *
 from passes.clipping import *
+from passes.conformal import *
 from passes.differentiate import Differentiate as Differentiate
 from passes.differentiate import Hessian as Hessian
 from passes.differentiate import HessianVector as HessianVector
@@ -57,6 +59,7 @@ from passes.schedules import *
 from passes.second_pass import *
 from passes.standardize import Standardize as Standardize
 from passes.training_mode import TrainingMode as TrainingMode
+from passes.uncertainty import *
 from passes.unroll_loops import UnrollLoops as UnrollLoops
 
 # All but the submodules, which belong to no module themselves.

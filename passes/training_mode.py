@@ -298,6 +298,21 @@ def _statistic(model: ir.Model, calls: Sequence[ir.Node], index: int) -> ir.Valu
 def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     """Replace a Dropout by a product with a mask whose mean is 1."""
     x, y = given(node.inputs[0]), node.outputs[0]
+    ratio = ratio_of(node)
+    with Emitter(model) as op:
+        if ratio == 0 and not any(mask.uses() or mask.is_graph_output() for mask in node.outputs[1:]):
+            dropped = op.Identity(x)
+        else:
+            dropped, unmasked = drop(op, x, ratio, state.counter(model), seed, number)
+            if len(node.outputs) > 1:
+                ir.convenience.replace_all_uses_with(node.outputs[1], unmasked, replace_graph_outputs=True)
+    swap(y, like(dropped, y))
+    model.graph.remove(node, safe=True)
+    InferenceForm(same_as=0).write(dropped)
+
+
+def ratio_of(node: ir.Node) -> float:
+    """Return the constant ratio of a Dropout."""
     value = node.inputs[1] if len(node.inputs) > 1 else None
     ratio = 0.5 if value is None else constant_number(value)
     if ratio is None:
@@ -306,16 +321,14 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
         )
     if not 0 <= ratio < 1:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a ratio in [0, 1), found {ratio}")
-    with Emitter(model) as op:
-        if ratio == 0 and not any(mask.uses() or mask.is_graph_output() for mask in node.outputs[1:]):
-            dropped = op.Identity(x)
-        else:
-            drawn = uniform(op, op.shape_of(x), state.counter(model), seed, number)
-            drawn.shape = x.shape
-            unmasked = op.Not(op.Less(drawn, round((2 * ratio - 1) * _LARGEST)))
-            dropped = x * (op.Cast(unmasked, to=x.dtype) * (1 / (1 - ratio)))
-            if len(node.outputs) > 1:
-                ir.convenience.replace_all_uses_with(node.outputs[1], unmasked, replace_graph_outputs=True)
-    swap(y, like(dropped, y))
-    model.graph.remove(node, safe=True)
-    InferenceForm(same_as=0).write(dropped)
+    return ratio
+
+
+def drop(
+    op: Emitter, x: ir.Value, ratio: float, step: ir.Value, seed: int, number: int
+) -> tuple[ir.Value, ir.Value]:
+    """Emit a value times a mask whose mean is 1, and whether each element stays; `uniform` draws."""
+    drawn = uniform(op, op.shape_of(x), step, seed, number)
+    drawn.shape = x.shape
+    unmasked = op.Not(op.Less(drawn, round((2 * ratio - 1) * _LARGEST)))
+    return x * (op.Cast(unmasked, to=x.dtype) * (1 / (1 - ratio))), unmasked

@@ -309,7 +309,45 @@ CHOOSING = [
     ),
 ]
 
-MUTANTS = [*FUSIONS, *SIMPLIFYING, *NATIVE, *SPLITTING, *CHOOSING]
+SURE = [
+    *of(
+        "passes/conformal.py",
+        "calibration",
+        (
+            "coverage_over_splits",
+            "return float(np.sort(scores)[k - 1])",
+            "return float(np.quantile(scores, 1 - self.alpha))",
+        ),
+        ("coverage_over_splits", "(len(scores) + 1) * (1 - self.alpha)", "len(scores) * (1 - self.alpha)"),
+        ("kth_smallest_excess", "op.Identity(high + margin", "op.Identity(high - margin"),
+        ("sets_are_those", "if not self.by_class", "if self.by_class"),
+    ),
+    *of(
+        "graphopt/cli/rows.py",
+        "calibration",
+        ("rows_that_it_held_out", 'run in ("calibrate", "evaluate")', 'run == "evaluate"'),
+        ("rows_that_it_held_out", "wanted is None and held_out is None", "False"),
+    ),
+    *of(
+        "passes/calibration.py",
+        "calibration",
+        ("softmax_is_applied_once", "return Scores(y, given(node.inputs[0]), node.op_type)", "pass"),
+        ("platts_line", "if scores.logits is y else scores.emit_rates(op, z)", ""),
+    ),
+    *of(
+        "passes/uncertainty.py",
+        "uncertainty",
+        (
+            "pytorchs_hessian",
+            "np.ones((len(x), len(weight) - x.shape[1]))",
+            "np.zeros((len(x), len(weight) - x.shape[1]))",
+        ),
+        ("all_masks", "ratio_of(node), at[0],", "ratio_of(node), at[0] * 0,"),
+        ("prior_makes", "(precision + found)).sum()) / square", "(precision + found)).sum() + 1) / square"),
+    ),
+]
+
+MUTANTS = [*FUSIONS, *SIMPLIFYING, *NATIVE, *SPLITTING, *CHOOSING, *SURE]
 
 if __name__ == "__main__":
     numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTANTS))

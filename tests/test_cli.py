@@ -373,13 +373,13 @@ REFUSED = {
     "share": (["fit.validation=2"], "validation: expected a share of the rows"),
     "run": (
         ["run=fly"],
-        "unknown run 'fly'; known: artifacts, check, compare, compile, derive, evaluate, explain, export, generate, "
-        "hosts, predict, report, train",
+        "unknown run 'fly'; known: artifacts, calibrate, check, compare, compile, derive, evaluate, explain, export, "
+        "generate, hosts, predict, report, train",
     ),
     "a word": (
         ["fly"],
-        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, derive, explain, report, check, "
-        "export, compare, tune, doctor, FILE.onnx or FIELD=VALUE, such as model=fly",
+        "fly: expected train, evaluate, predict, calibrate, generate, compile, hosts, artifacts, derive, explain, "
+        "report, check, export, compare, tune, doctor, FILE.onnx or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),

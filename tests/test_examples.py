@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -94,6 +95,12 @@ def draw_report(result):
 def draw_quantization(result):
     """The kept picture is that of the page's tables."""
     assert result == (Path(__file__).parents[1] / "examples/pictures/quantization.svg").read_text()
+
+
+def draw_reliability(result):
+    before, after = (float(x) for x in re.findall(r"([\d.]+)% sure", result))
+    right = float(re.search(r"([\d.]+)% right", result)[1])
+    assert abs(after - right) < abs(before - right)
 
 
 NEEDS = {"fine_tune_file_types": "magika", "on_device": "onnxruntime.training"}

@@ -54,11 +54,23 @@ def averaged(score: Callable[..., float], **options: Any) -> Callable[..., float
     return lambda target, logits: score(target, logits.argmax(1), zero_division=0, **options)
 
 
+def calibration_error(p: np.ndarray, target: np.ndarray, bins: int) -> float:
+    """Sum over the bins (low, high] of the largest probability, as Guo et al. 2017 do."""
+    confidence, right = p.max(1), p.argmax(1) == target
+    inside = [(confidence > i / bins) & (confidence <= (i + 1) / bins) for i in range(bins)]
+    return sum(
+        abs(right[rows].mean() - confidence[rows].mean()) * rows.mean() for rows in inside if rows.any()
+    )
+
+
 OF_CLASSES: list[tuple[Any, Callable[[np.ndarray, np.ndarray], float]]] = [
     ("accuracy", lambda t, x: sk.accuracy_score(t, x.argmax(1))),
     ("balanced_accuracy", lambda t, x: sk.balanced_accuracy_score(t, x.argmax(1))),
     ("confusion_matrix", lambda t, x: sk.confusion_matrix(t, x.argmax(1), labels=range(6)).tolist()),
     ("perplexity", lambda t, x: np.exp(-log_softmax(x.astype(float), 1)[range(len(t)), t].mean())),
+    ("brier", lambda t, x: sk.brier_score_loss(t, softmax(x.astype(float), 1), labels=range(6))),
+    ("ece", lambda t, x: calibration_error(softmax(x.astype(float), 1), t, 15)),
+    ({"ece": {"bins": 4}}, lambda t, x: calibration_error(softmax(x.astype(float), 1), t, 4)),
     *(
         ({name: {"average": average}}, averaged(score, average=average))
         for name, score in (
@@ -122,6 +134,7 @@ def test_metrics_of_two_labels(wanted: Any, score: Callable[..., float], seed: i
 @pytest.mark.parametrize(
     ("name", "score"),
     [
+        ("coverage", lambda t, p: np.mean(t <= p)),
         ("mae", sk.mean_absolute_error),
         ("mse", sk.mean_squared_error),
         ("rmse", sk.root_mean_squared_error),

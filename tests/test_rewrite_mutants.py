@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from mutants import unnoticed
-from rewrite_mutants import CHOOSING, FUSIONS, MUTANTS, SIMPLIFYING, SPLITTING
+from rewrite_mutants import CHOOSING, FUSIONS, MUTANTS, SIMPLIFYING, SPLITTING, SURE
 
 from graphopt.targets.native import toolchain
 
@@ -22,7 +22,7 @@ def test_each_mutant_is_a_change_of_what_is_there() -> None:
 
 @pytest.mark.slow
 def test_some_wrong_rewritings_are_noticed() -> None:
-    assert unnoticed([FUSIONS[1], SIMPLIFYING[0], SPLITTING[0], CHOOSING[0]]) == []
+    assert unnoticed([FUSIONS[1], SIMPLIFYING[0], SPLITTING[0], CHOOSING[0], SURE[0]]) == []
 
 
 @pytest.mark.exhaustive

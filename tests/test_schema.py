@@ -26,6 +26,7 @@ VERBS = [
     "train",
     "evaluate",
     "predict",
+    "calibrate",
     "generate",
     "compile",
     "hosts",

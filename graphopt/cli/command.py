@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from graphopt.cli.calibrated import write_calibrated
 from graphopt.cli.check import write_check
 from graphopt.cli.comparison import say_compared
 from graphopt.cli.composition.expansion import plain_of
@@ -514,6 +515,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "train": partial(train, main=main),
     "evaluate": partial(_with_trained, write_metrics),
     "predict": partial(_with_trained, write_predictions),
+    "calibrate": partial(_with_trained, write_calibrated),
     "generate": write_text,
     "compile": partial(_export, _compile),
     "hosts": partial(_export, _hosts),

@@ -26,6 +26,7 @@ USAGE = {
     "train my.onnx": "train it; the default",
     "evaluate runs/mine": "compute metrics of what a run has trained",
     "predict runs/mine": "write the outputs of what a run has trained",
+    "calibrate runs/mine calibrate=temperature": "write calibrated.onnx, which is as sure as it is right",
     "resume=runs/mine": "continue a run, with its own recipe",
     'generate my.onnx prompt="Once upon"': "continue a text",
     "compile my.onnx": "write step.onnx without training",

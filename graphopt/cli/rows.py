@@ -1,4 +1,4 @@
-"""Choose which rows of a run's data `evaluate` and `predict` read: all, those that it held out, or that trained."""
+"""Choose which rows of a run's data `evaluate`, `calibrate` and `predict` read: all, held out, or trained on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ DECIDING = ("seed", "shuffle", "validation")  # the fields of `fit` that decide 
 def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]:
     """Return the data that the recipe's field `rows` chooses, and its description.
 
-    `rows=null` is `held_out` to evaluate a run on its own data, and `all` otherwise.
+    `rows=null` is `held_out` to evaluate or calibrate a run on its own data, and `all` otherwise.
     """
-    wanted, data = recipe.fields.get("rows"), recipe.data
+    wanted, data, run = recipe.fields.get("rows"), recipe.data, recipe.fields["run"]
+    if run == "calibrate" and wanted == "trained":
+        raise GraphoptError(
+            "rows=trained: expected rows that did not train, which calibrate learns from, found others: leave rows out"
+        )
     source = f"{recipe.choices['data']}, "
     if record is None or not _has_data_of(record, recipe):
         if wanted in ("held_out", "trained"):
@@ -36,8 +40,13 @@ def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]
             f"rows=held_out: expected a run that held rows out, found one that trained on all {len(data):,}: leave "
             "rows out"
         )
+    if run == "calibrate" and wanted is None and held_out is None:
+        raise GraphoptError(
+            f"calibrate: expected a run that held rows out, found one that trained on all {len(data):,}: name other "
+            "data, or rows=all"
+        )
     if held_out is not None and (
-        wanted == "held_out" or (wanted is None and recipe.fields["run"] == "evaluate")
+        wanted == "held_out" or (wanted is None and run in ("calibrate", "evaluate"))
     ):
         return held_out, f"{elsewhere or source}{len(held_out):,} rows held out by the run"
     if wanted == "trained":
@@ -58,10 +67,10 @@ def _trained_and_held_out(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]
     if isinstance(other, Dataset):
         return data, other, f"{recipe.fields['fit']['validation']}, "
     trained, held_out = recipe.split(len(data))
-    return _selected(data, trained), _selected(data, held_out) if len(held_out) else None, ""
+    return selected(data, trained), selected(data, held_out) if len(held_out) else None, ""
 
 
-def _selected(data: Dataset, rows: Rows) -> Dataset:
+def selected(data: Dataset, rows: Rows) -> Dataset:
     """Return some rows of a data set, which are read when they are needed if all are."""
     arrays = {
         name: _SomeRows(x, rows) if isinstance(x, np.memmap | LazyArray) else x[row_index(rows)]

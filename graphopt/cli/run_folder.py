@@ -23,6 +23,7 @@ from graphopt.training.checkpoints import find
 
 METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
 STEP, MODEL, REPORT = "step.onnx", "trained.onnx", "report.html"
+CALIBRATED, CALIBRATION_PAGE = "calibrated.onnx", "calibration.html"
 STATE_FILE = "state.safetensors"  # what trains in floats and trained.onnx has in integers
 ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 LOCK, LOG = ".lock", "graphopt.log"
@@ -45,7 +46,7 @@ OF_COMMAND_LINE = (
 )
 OWN_FILES = (
     *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, STEP, MODEL, REPORT, LOG),
-    *(*ADAPTER_FILES, STATE_FILE, ".hydra", LOCK, ".ray", "."),
+    *(*ADAPTER_FILES, STATE_FILE, CALIBRATED, CALIBRATION_PAGE, ".hydra", LOCK, ".ray", "."),
 )
 _OF_SWEEPS = ("multirun.yaml", "optimization_results.yaml")  # which Hydra writes
 

@@ -19,7 +19,14 @@ from graphopt.graph.model_folders import is_model_folder, model_in
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 TUNE = "tune"  # the verb of graphopt.cli.tuning
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
-_OF_RUNS = ("compare", "evaluate", "export", "generate", "predict")  # verbs that take the folder of runs
+_OF_RUNS = (
+    "calibrate",
+    "compare",
+    "evaluate",
+    "export",
+    "generate",
+    "predict",
+)  # verbs that take the folder of runs
 _MEANT = {  # by words that other programs take
     **dict.fromkeys(("fit", "run"), "train"),
     **dict.fromkeys(("infer", "inference"), "predict"),

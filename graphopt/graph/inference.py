@@ -21,7 +21,7 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect, remove_unused_nodes
-from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of
+from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of, with_role
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import computed_from, extracted_model
@@ -175,6 +175,12 @@ def trained_parts(
         adapters: whether they are merged into the weights, left out, or kept as operators.
         quantized: whether the model rounds as fake quantization does in training.
     """
+    lost = [name_of(y) for y in model.graph.outputs if role_of(y) is None]
+    if lost and with_role(model, Role.LOSS):
+        raise GraphoptError(
+            f"trained: expected the role 'prediction' of the output {lost[0]!r}, found none: a pass has replaced the "
+            "output: replace values by graphopt.graph.values.swap(old, new), which keeps the role"
+        )
     inference = extract(model, outputs_of_model(model), merged=adapters != "kept", quantized=quantized)
     graph = inference.graph
     averaged = {owner: state[name] for name, owner in averages_read(model).items()}

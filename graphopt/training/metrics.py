@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from graphopt.arguments import check_function
 from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.graph.classified import activation_of
 from graphopt.graph.metadata import TargetSpec
 from graphopt.moments import Moments
 
@@ -49,6 +50,24 @@ class ScoredBatch:
             return np.log(np.maximum(scores, np.finfo(self.scores.dtype).eps))
         scores -= scores.max(axis=1, keepdims=True)
         return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+
+    def probabilities(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the probability of each class of each element, and 1 for its own class, 0 for the others."""
+        if self.spec.labels is None:
+            p, numbers = np.exp(self.log_probabilities()), self.target.astype(np.int64)
+        else:
+            activation, numbers = (
+                activation_of(self.spec),
+                (self.target == self.spec.labels[1]).astype(np.int64),
+            )
+            if activation is None:
+                raise GraphoptError(
+                    "metrics: expected a loss of probabilities, found none: leave out ece and brier"
+                )
+            p = self.scores.astype(np.float64)
+            p = 0.5 * (1 + np.tanh(0.5 * p)) if activation else p
+            p = np.stack([1 - p, p], axis=1)
+        return p, np.eye(p.shape[1])[numbers] if self.expected is None else self.expected
 
 
 class Metric(ABC):
@@ -112,6 +131,34 @@ class TopK(OfMean):
         later = np.arange(batch.scores.shape[1]) > batch.target[:, None]
         higher = (batch.scores > own) | ((batch.scores == own) & later)
         return np.less(higher.sum(axis=1), self._k)
+
+
+class CalibrationError(Metric):
+    """Compute the expected calibration error (Naeini, Cooper, Hauskrecht 2015), between confidence and accuracy.
+
+    The probabilities of the predicted classes fall into `bins` of equal width. The error is the mean distance of their
+    mean from the share that is right, weighted by the rows of each bin.
+    """
+
+    def __init__(self, bins: int = 15) -> None:
+        if type(bins) is not int or not 1 <= bins <= 10_000:
+            raise GraphoptError(f"metrics: ece: expected bins from 1 to 10000, found {bins!r}")
+        self.sums = np.zeros((3, bins))  # of rows, of their confidences, and of those that are right
+
+    def update(self, batch: ScoredBatch) -> None:
+        p, own = batch.probabilities()
+        self.add(p, own.argmax(axis=1))
+
+    def add(self, p: np.ndarray, numbers: np.ndarray) -> None:
+        """Accumulate probabilities of classes, and the numbers of the right ones."""
+        most, bins = p.max(axis=1), self.sums.shape[1]
+        place = np.clip(np.ceil(most * bins).astype(np.int64) - 1, 0, bins - 1)
+        for row, values in zip(self.sums, (np.ones(len(p)), most, p.argmax(axis=1) == numbers), strict=True):
+            row += np.bincount(place, values, bins)
+
+    def result(self) -> float:
+        count, confidence, right = self.sums
+        return float(np.abs(confidence - right).sum() / count.sum())
 
 
 class R2(OfMean):
@@ -294,10 +341,23 @@ def _squared_errors(batch: ScoredBatch) -> np.ndarray:
     return np.square(_absolute_errors(batch))
 
 
+def _brier_scores(batch: ScoredBatch) -> np.ndarray:
+    """Return the squared errors of probabilities; of two classes, that of one, as scikit-learn does."""
+    p, own = batch.probabilities()
+    return np.square(p - own).sum(axis=1) / (2 if p.shape[1] == 2 else 1)
+
+
 METRICS: dict[str, Callable[..., Metric]] = {
     "accuracy": partial(OfMean, lambda batch: np.equal(batch.predicted, batch.target)),
     "balanced_accuracy": BalancedAccuracy,
+    "brier": partial(OfMean, _brier_scores),
     "confusion_matrix": ConfusionMatrix,
+    "coverage": partial(
+        OfMean,
+        lambda batch: np.less_equal(_columns(batch.target), _columns(batch.predicted)),
+        ("regression",),
+    ),
+    "ece": CalibrationError,
     "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
     "mae": partial(OfMean, _absolute_errors, ("regression",)),
     "mse": partial(OfMean, _squared_errors, ("regression",)),

@@ -475,7 +475,7 @@ def _logits(
     ):
         node = None
     if from_logits:
-        found = _activation_of(prediction)
+        found = activation_behind(prediction)
         if found:
             warnings.warn(
                 f"{prediction.name!r} comes out of {found}, but the loss expects logits: "
@@ -486,7 +486,7 @@ def _logits(
     return None if node is None else node.inputs[0]
 
 
-def _activation_of(x: ir.Value | None) -> str | None:
+def activation_behind(x: ir.Value | None) -> str | None:
     """Return what makes probabilities of which a value consists, or None; scikit-learn puts 1 - p beside p."""
     while x is not None and (node := x.producer()) is not None and node.domain == "":
         if node.op_type in ("Sigmoid", "Softmax"):

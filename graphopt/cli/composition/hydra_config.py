@@ -44,7 +44,13 @@ BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
-_OF_TRAINED = ("evaluate", "predict", "generate", "export")  # verbs that use what a run has trained
+_OF_TRAINED = (
+    "calibrate",
+    "evaluate",
+    "predict",
+    "generate",
+    "export",
+)  # verbs that use what a run has trained
 _FIELDS_OF = {  # and the verbs that use them
     **dict.fromkeys(("base_name", "form"), ("export",)),
     "generate": ("generate",),
@@ -52,7 +58,7 @@ _FIELDS_OF = {  # and the verbs that use them
     "hosts": ("hosts",),
     "predictions": ("predict",),
     "prompt": ("generate",),
-    "rows": ("evaluate", "predict"),
+    "rows": ("evaluate", "predict", "calibrate"),
     "time": ("report",),
     "sensitivity": ("report",),
 }

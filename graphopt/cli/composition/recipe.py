@@ -52,6 +52,7 @@ from graphopt.graph.encoders import string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, Encoders, labels_in
+from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
@@ -401,6 +402,16 @@ class Recipe:
     def derived(self, key: str) -> ir.Model:
         """Return the model with the outputs that a pass of the recipe adds: `derive` or `explain`."""
         return derive(self.model(), self._build(key))
+
+    @property
+    def calibration(self) -> list[Pass]:
+        """Return the passes that calibrate, one after the other."""
+        found = [self._build(key) for key in ("calibrate", "conformal") if self.fields.get(key)]
+        if not found:
+            raise GraphoptError(
+                "calibrate: expected calibrate or conformal, found calibrate=none conformal=none"
+            )
+        return found
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""

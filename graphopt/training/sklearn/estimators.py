@@ -8,8 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import onnx
+import onnx_ir as ir
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.metrics import accuracy_score, r2_score
+from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.preprocessing import LabelBinarizer
 from sklearn.utils import Tags, column_or_1d
@@ -19,8 +22,10 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 
 import passes
 from graphopt.data.dataset import TARGET
+from graphopt.derivatives import normalized
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.roles import labels_of
+from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.estimator import probabilities_of
 from graphopt.training.sklearn.fitting import TEXT_TARGET, Fitting
@@ -42,8 +47,11 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     Args:
         class_weight: weights of labels in a dictionary, or `balanced` for the inverse of their frequency. They
             multiply `sample_weight`.
+        calibration: the share of rows that `fit` keeps from training, and by which `passes.Temperature` calibrates
+            probabilities afterwards; None for none. `get_trained_onnx` returns the model as it trained.
 
     Attributes:
+        log_temperature_: the logarithm of the temperature, with `calibration`.
         classes_: the labels, in the order of `predict_proba`.
         n_iter_: the number of epochs of the last `fit`.
         loss_, best_loss_, loss_curve_: the mean loss of the last epoch, the least one, and those of all epochs.
@@ -67,10 +75,40 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     """
 
     class_weight: Any = None
+    calibration: float | None = within("(0, 1)", None)
 
     _network, _output_name = MLPClassifier, "probabilities"
     _score_of = staticmethod(accuracy_score)
     _multilabel = False
+    _temperature = passes.Temperature(log_temperature=0.0)
+
+    def _fit(self, X: Any, y: Any, sample_weight: object, **options: Any) -> OnnxClassifier:
+        self._temperature = passes.Temperature(log_temperature=0.0)
+        if self.calibration is None or options.get("incremental"):
+            return super()._fit(X, y, sample_weight, **options)
+        if type_of_target(y) == "multilabel-indicator" or not _has_probabilities(self):
+            raise GraphoptError(
+                "calibration: expected one label for each row and a loss of probabilities, found another: leave it out"
+            )
+        rows = [X, np.asarray(y), *([] if sample_weight is None else [np.asarray(sample_weight)])]
+        parts = train_test_split(
+            *rows, test_size=self.calibration, random_state=self.random_state, stratify=rows[1]
+        )
+        train, held_out = parts[::2], parts[1::2]
+        super()._fit(train[0], train[1], *(train[2:] or [None]), **options)
+        self._temperature = passes.Temperature.of(
+            self.predict_proba(held_out[0]), self._encoded(held_out[1])[:, 0]
+        )
+        self.log_temperature_ = self._temperature.log_temperature
+        return self
+
+    def _trained(self, output: str, dtype: str) -> onnx.ModelProto:
+        proto = super()._trained(output, dtype)
+        if not self._temperature.log_temperature:
+            return proto
+        model = normalized(proto)
+        self._temperature.apply(model)
+        return ir.to_proto(model)
 
     def partial_fit(
         self, X: object, y: object, classes: npt.ArrayLike | None = None, sample_weight: object = None
@@ -93,7 +131,9 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         result = probabilities_of(dict(self._trained_structure.steps)["loss"], output).reshape(
             len(output), -1
         )
-        return np.ones_like(result[:, :1]) if len(self.classes_) == 1 else result
+        if len(self.classes_) == 1:
+            return np.ones_like(result[:, :1])
+        return self._temperature.of_probabilities(result) if self._temperature.log_temperature else result
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_log_proba(self, X: object) -> np.ndarray:

@@ -1,0 +1,51 @@
+"""Calibrate a model: passes learn from rows that did not train, and become a part of the file."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.arguments import checked
+from graphopt.data.foreign import as_dataset, has_rows
+from graphopt.data.loader import TrainingRows
+from graphopt.derivatives import normalized
+from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.loading import Source
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.values import name_of
+from graphopt.training.fit import opened
+from graphopt.training.options import Data
+
+
+@checked("give X and y as one tuple, calibrate(model, (X, y), passes.Temperature())")
+def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False) -> ir.Model:
+    """Return a model whose predictions are calibrated, or that says how sure it is.
+
+    Args:
+        model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        data: rows that did not train, as in `graphopt.fit`, with an array `target`. `passes.LastLayerLaplace` alone
+            takes the rows that trained.
+        passes: what to do, one after the other: such as `passes.Temperature()`, then `passes.PredictionSet(0.1)`.
+        allow_nan: accept NaN and infinities in the inputs.
+
+    Raises:
+        GraphoptError: the model or the data cannot be read, or a pass does not fit them.
+
+    >>> from graphopt import models
+    >>> rows = graphopt.data.digits()
+    >>> sure = graphopt.calibrate(models.mlp((1, 8, 8), 10), rows, passes.Temperature(), passes.PredictionSet(0.1))
+    >>> [output.name for output in sure.graph.outputs]
+    ['y', 'probability', 'set']
+    """
+    if not passes or not all(isinstance(each, Pass) for each in passes):
+        wrong = [kind_of(each) for each in passes if not isinstance(each, Pass)] or ["none"]
+        raise GraphoptError(
+            f"calibrate: expected passes after the data, such as passes.Temperature(), found {wrong[0]}"
+        )
+    if not has_rows(data):
+        raise GraphoptError(f"calibrate: expected data with rows, found {kind_of(data)}: give arrays by name")
+    loaded = normalized(model)
+    rows = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
+    read = TrainingRows(rows, loaded, range(len(rows)), opened, allow_nan=allow_nan)
+    for each in passes:
+        (each.adapted(loaded, read) if each.learns else each).apply(loaded)
+    return loaded

@@ -1,0 +1,473 @@
+"""Calibrate what a model predicts on rows that did not train: probabilities, and variances of a regression."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import metadata
+from graphopt.graph.classified import activation_of, classification_of
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, Read
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import dims_of, dtype_of, given, name_of, producer_of, rank, redirect
+from graphopt.intervals import within
+from passes.differentiate import floating_output
+from passes.losses.classification import activation_behind
+from passes.losses.loss import epsilon, positive
+from passes.quantization.calibration import watching
+from passes.weights.initializers import register
+
+__all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScaling"]
+
+_PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_ALL = 2**31  # rows
+_TURNS, _GRADIENT, _CERTAIN = (
+    100,
+    1e-10,
+    1e-6,
+)  # of Newton's method, and the mean loss that means: no mistake is left
+_Own = TypeVar("_Own", bound="Calibration")
+
+
+@dataclass(frozen=True)
+class Learning(Pass):
+    """Learn from rows that did not train, which `graphopt.calibrate` reads.
+
+    Args:
+        output: the name of the output; by default, the only floating-point one.
+    """
+
+    output: str | None = field(default=None, kw_only=True)
+
+    alters: ClassVar[str] = "calibrates predictions"
+    follows: ClassVar[bool] = True
+
+    def requires(self, model: ir.Model) -> None:
+        if self.learns:
+            raise GraphoptError(
+                f"{type(self).__name__} learns from rows that did not train: call graphopt.calibrate(model, data, "
+                f"passes.{type(self).__name__}(...))"
+            )
+
+    def on_rows(self, model: ir.Model, y: ir.Value, read: Read) -> tuple[np.ndarray, np.ndarray]:
+        """Return a value of the model on all rows, and the rows' targets, both as float64."""
+        model = watching(model, [name_of(y)])
+        target = ir.Value(name="target", type=ir.TensorType(ir.DataType.DOUBLE))
+        model.graph.inputs.append(target)
+        with Emitter(model) as op:
+            model.graph.outputs.append(op.Identity(target, _outputs=["target.read"]))
+        parts = [tuple(x.astype(np.float64) for x in outputs.values()) for outputs in read.run(model, _ALL)]
+        if not parts:
+            raise GraphoptError(f"{type(self).__name__}: expected rows to learn from, found none")
+        predicted, targets = map(np.concatenate, zip(*parts, strict=True))
+        if not np.isfinite(predicted).all():
+            raise GraphoptError(f"{type(self).__name__}: expected finite numbers of {y.name!r}, found others")
+        return predicted, targets
+
+    def class_numbers(self, targets: np.ndarray, classes: int) -> np.ndarray:
+        """Return the number of the class of each row."""
+        numbers = targets.reshape(len(targets), -1)
+        wrong = numbers[(numbers != np.floor(numbers)) | (numbers < 0) | (numbers >= classes)]
+        if numbers.shape[1] != 1 or wrong.size:
+            found = f"rows of {numbers.shape[1]}" if numbers.shape[1] != 1 else f"{wrong[0]:g}"
+            raise GraphoptError(
+                f"{type(self).__name__}: expected a class from 0 to {classes - 1} as the target of each row, found "
+                f"{found}"
+            )
+        return numbers[:, 0].astype(np.int64)
+
+    def scores(self, model: ir.Model) -> Scores:
+        """Return the output whose classes have probabilities."""
+        y = floating_output(model, self.output, "output")
+        if y.shape is None or rank(y) not in (1, 2):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected an output [N, classes], or [N] or [N, 1] of two classes, found "
+                f"{y.name!r} of shape {y.shape}"
+            )
+        node, inner = y.producer(), y
+        if node is not None and node.domain == "" and node.op_type in ("Sigmoid", "Softmax"):
+            return Scores(y, given(node.inputs[0]), node.op_type)
+        while (node := inner.producer()) is not None and node.domain == "" and node.op_type in _PASSING:
+            inner = given(node.inputs[0])
+        if (
+            inner is not y
+            and node is not None
+            and node.domain == ""
+            and node.op_type in ("Sigmoid", "Softmax")
+        ):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected logits, found that {y.name!r} comes out of the {node.op_type} "
+                f"{inner.name!r}: make {given(node.inputs[0]).name!r}, the value before it, the output"
+            )
+        noted = classification_of(model)
+        is_rate = noted is not None and noted.output == y.name and activation_of(noted) == ""
+        return Scores(y, None if is_rate or activation_behind(y) else y, None)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Hold an output of classes: its logits, if the graph shows them, and the operator that makes rates of them."""
+
+    output: ir.Value
+    logits: ir.Value | None
+    activation: str | None
+
+    @property
+    def is_binary(self) -> bool:
+        """Return whether one number for each row decides between two classes."""
+        return dims_of(self.output)[1:] in ((), (1,))
+
+    def emit_logits(self, op: Emitter) -> ir.Value:
+        """Return the logits; the logarithms of probabilities if the graph shows none."""
+        if self.logits is not None:
+            return self.logits
+        p = self.output
+        if not self.is_binary:
+            return op.Log(positive(op, p))
+        p = op.Clip(p, epsilon(p), 1 - epsilon(p))
+        return op.Log(p) - op.Log(1 - p)
+
+    def emit_rates(self, op: Emitter, logits: ir.Value) -> ir.Value:
+        return op.Sigmoid(logits) if self.is_binary else op.Softmax(logits, axis=1)
+
+    def emit_probabilities(self, op: Emitter) -> ir.Value:
+        """Return the probability of each class, [N, classes]."""
+        p = self.emit_rates(op, self.output) if self.logits is self.output else self.output
+        if not self.is_binary:
+            return p
+        p = op.Reshape(p, [-1, 1])
+        return op.Concat(1 - p, p, axis=1)
+
+
+@dataclass(frozen=True)
+class Calibration(Learning):
+    """Scale logits, so that probabilities are as large as the share of rows in which they are right.
+
+    The scale and the bias are those of the least cross-entropy, a convex function, found by Newton's method in float64.
+    The logits of an output that is probabilities are what its Softmax or Sigmoid reads, else their logarithms.
+
+    Raises:
+        GraphoptError: there is no single output of classes; a Softmax is in between; the targets are no class numbers;
+            the rows show no mistake; or a class of `VectorScaling` has no row.
+
+    >>> class PerClass(passes.VectorScaling):  # without biases
+    ...     has_bias = False
+    >>> rows = graphopt.data.digits()
+    >>> calibrated = graphopt.calibrate(models.mlp((1, 8, 8), 10), rows, PerClass())
+    """
+
+    per_class: ClassVar[bool] = False
+    has_bias: ClassVar[bool] = False
+
+    def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Any:
+        """Return the pass with the numbers that it has learnt."""
+        raise NotImplementedError
+
+    def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
+        """Emit the calibrated logits; `name` is that of the output."""
+        raise NotImplementedError
+
+    def adapted(self: _Own, model: ir.Model, read: Read) -> _Own:
+        model = model.clone()
+        ensure_typed(model)
+        scores = self.scores(model)
+        with Emitter(model) as op:
+            logits = scores.emit_logits(op)
+        if logits.name is None:
+            logits.name = "calibration.logits"
+        z, targets = self.on_rows(model, logits, read)
+        if scores.is_binary:
+            z = np.stack([np.zeros(len(z)), z.reshape(-1)], 1)
+        numbers = self.class_numbers(targets, z.shape[1])
+        if (
+            self.per_class
+            and (missing := np.flatnonzero(np.bincount(numbers, minlength=z.shape[1]) == 0)).size
+        ):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected rows of each of {z.shape[1]} classes, found none of class "
+                f"{missing[0]}: passes.Temperature needs no row of each class"
+            )
+        return self._fitted(z, numbers)
+
+    def _fitted(self: _Own, z: np.ndarray, numbers: np.ndarray) -> _Own:
+        """Return the pass with the numbers of the least cross-entropy of logits [N, classes]."""
+        found = _most_likely(z, numbers, z.shape[1] if self.per_class else 1, self.has_bias)
+        if found is None:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected rows with mistakes, by which the best scale is finite and positive, "
+                f"found {len(z)} rows without: take more rows, none of which trained"
+            )
+        learnt: _Own = self.learnt(*found)
+        return learnt
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        scores = self.scores(model)
+        y = scores.output
+        uses = list(y.uses())
+        with Emitter(model) as op:
+            z = self.calibrate(op, model, scores.emit_logits(op), name_of(y))
+            if scores.activation:
+                producer_of(y).replace_input_with(0, z)
+            else:
+                replace_output(model, y, z if scores.logits is y else scores.emit_rates(op, z), uses)
+
+    def number(self, model: ir.Model, name: str, value: object, like: ir.Value) -> ir.Value:
+        """Add numbers as an initializer, which a training of the file can train on."""
+        return register(model, name, np.asarray(value, dtype_of(like).numpy()))
+
+
+def replace_output(model: ir.Model, y: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
+    """Give a value the name, the notes and the place of an output."""
+    redirect(uses, new)
+    name, y.name = y.name, f"{y.name}/before"
+    metadata.copy(y, new)
+    new.name, new.type, new.shape = name, y.type, y.shape
+    model.graph.outputs[:] = [new if x is y else x for x in model.graph.outputs]
+
+
+@dataclass(frozen=True)
+class Temperature(Calibration):
+    """Divide logits by a temperature (Guo, Pleiss, Sun, Weinberger 2017, arXiv:1706.04599): labels stay as they are.
+
+    Args:
+        log_temperature: the logarithm of the temperature; None learns it.
+
+    >>> calibrated = graphopt.calibrate(models.mlp((1, 8, 8), 10), graphopt.data.digits(), passes.Temperature())
+    >>> [name for name in calibrated.graph.initializers if "temperature" in name]
+    ['y.log_temperature']
+    """
+
+    log_temperature: float | None = within("[-50, 50]", None)
+
+    @property
+    def learns(self) -> bool:
+        return self.log_temperature is None
+
+    def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Temperature:
+        return replace(self, log_temperature=-math.log(scale.item()))
+
+    @classmethod
+    def of(cls, p: np.ndarray, numbers: np.ndarray) -> Temperature:
+        """Return the pass of probabilities [N, classes], and of the numbers of the right classes."""
+        return cls()._fitted(_logarithms(p), numbers)
+
+    def of_probabilities(self, p: np.ndarray) -> np.ndarray:
+        """Return calibrated probabilities [N, classes]."""
+        rates = np.exp(_log_softmax(_logarithms(p) * math.exp(-(self.log_temperature or 0.0))))
+        return rates.astype(p.dtype, copy=False)
+
+    def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
+        return logits / op.Exp(self.number(model, f"{name}.log_temperature", self.log_temperature, logits))
+
+
+@dataclass(frozen=True)
+class VectorScaling(Calibration):
+    """Multiply the logits of each class by a number of its own, and add one (Guo et al. 2017).
+
+    Args:
+        scale: the factor of each class; None learns it.
+        bias: the summand of each class.
+
+    >>> calibrated = graphopt.calibrate(models.mlp((1, 8, 8), 10), graphopt.data.digits(), passes.VectorScaling())
+    """
+
+    scale: tuple[float, ...] | None = field(default=None, repr=False)
+    bias: tuple[float, ...] | None = field(default=None, repr=False)
+
+    per_class: ClassVar[bool] = True
+    has_bias: ClassVar[bool] = True
+
+    @property
+    def learns(self) -> bool:
+        return self.scale is None
+
+    def learnt(self, scale: np.ndarray, bias: np.ndarray) -> VectorScaling:
+        return replace(self, scale=tuple(scale.tolist()), bias=tuple(bias.tolist()))
+
+    def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
+        z = logits * self.number(model, f"{name}.scale", self.scale, logits)
+        return z + self.number(model, f"{name}.bias", self.bias or 0.0, logits)
+
+    def scores(self, model: ir.Model) -> Scores:
+        scores = super().scores(model)
+        if scores.is_binary:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected an output [N, classes], found {scores.output.name!r} of shape "
+                f"{scores.output.shape}: take passes.Platt"
+            )
+        return scores
+
+
+@dataclass(frozen=True)
+class Platt(Calibration):
+    """Multiply the logit of two classes by a number, and add one (Platt 1999), without smoothing the targets.
+
+    Args:
+        scale: the factor; None learns it.
+        bias: the summand.
+
+    >>> rows = {"x": numpy.float32([[-2], [-1], [1], [2]]), "target": numpy.array([0, 1, 0, 1])}
+    >>> calibrated = graphopt.calibrate(models.mlp((1,), 1), rows, passes.Platt())
+    """
+
+    scale: float | None = None
+    bias: float = 0.0
+
+    has_bias: ClassVar[bool] = True
+
+    @property
+    def learns(self) -> bool:
+        return self.scale is None
+
+    def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Platt:
+        return replace(self, scale=scale.item(), bias=float(bias[1] - bias[0]))
+
+    def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
+        z = logits * self.number(model, f"{name}.scale", self.scale, logits)
+        return z + self.number(model, f"{name}.bias", self.bias, logits)
+
+    def scores(self, model: ir.Model) -> Scores:
+        scores = super().scores(model)
+        if not scores.is_binary:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected an output [N] or [N, 1] of two classes, found "
+                f"{scores.output.name!r} of shape {scores.output.shape}: take passes.VectorScaling"
+            )
+        return scores
+
+
+def _log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(1, keepdims=True)
+    return np.asarray(z - np.log(np.exp(z).sum(1, keepdims=True)))
+
+
+def _logarithms(p: np.ndarray) -> np.ndarray:
+    return np.log(np.maximum(p.astype(np.float64), np.finfo(p.dtype).tiny))
+
+
+def _most_likely(
+    z: np.ndarray, target: np.ndarray, scales: int, has_bias: bool
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the scales and biases of logits that give targets the largest likelihood; None if there are none.
+
+    Each step of Newton's method is solved by conjugate gradients, so that no matrix of the Hessian is needed.
+    """
+    rows, classes = np.arange(len(z)), z.shape[1]
+    x = np.concatenate([np.ones(scales), np.zeros(classes if has_bias else 0)])
+
+    def logits(x: np.ndarray) -> np.ndarray:
+        return x[:scales] * z + (x[scales:] if has_bias else 0.0)
+
+    def back(g: np.ndarray) -> np.ndarray:
+        scale = (g * z).sum(axis=0 if scales > 1 else None, keepdims=scales == 1).reshape(-1)
+        return np.concatenate([scale, g.sum(0) if has_bias else []]) / len(z)
+
+    def loss(x: np.ndarray) -> float:
+        return -float(_log_softmax(logits(x))[rows, target].mean())
+
+    for _ in range(_TURNS):
+        p = np.exp(_log_softmax(logits(x)))
+        excess = p.copy()
+        excess[rows, target] -= 1
+        gradient = back(excess)
+        before, size = loss(x), 1.0
+        step = _solved(lambda v, p=p: back(p * ((u := logits(v)) - (p * u).sum(1, keepdims=True))), -gradient)  # type: ignore[misc]
+        while size > 1e-10 and not loss(x + size * step) <= before + 1e-4 * size * float(gradient @ step):
+            size /= 2
+        if np.abs(gradient).max() < _GRADIENT or size <= 1e-10:
+            break
+        x = x + size * step
+    certain = loss(x) < _CERTAIN
+    return None if certain or (scales == 1 and x[0] <= 0) else (x[:scales], x[scales:])
+
+
+def _solved(times: Callable[[np.ndarray], np.ndarray], b: np.ndarray) -> np.ndarray:
+    """Solve a system whose matrix is positive semidefinite by conjugate gradients (Hestenes, Stiefel 1952)."""
+    x, residual = np.zeros_like(b), b.copy()
+    direction, square = residual, float(b @ b)
+    for _ in range(4 * len(b)):
+        product = times(direction)
+        curvature = float(direction @ product)
+        if curvature <= 0 or square <= 1e-24 * float(b @ b):
+            break
+        x = x + square / curvature * direction
+        residual = residual - square / curvature * product
+        square, last = float(residual @ residual), square
+        direction = residual + square / last * direction
+    return x if x.any() else b
+
+
+@dataclass(frozen=True)
+class VarianceScaling(Learning):
+    """Add an output `OUTPUT.variance` to a regression, or scale the one that it has (Laves et al. 2020).
+
+    Without an output of this name, the variance is the mean squared error of each column. With one, which another pass
+    or the model computes, it is multiplied by the mean of (t - y)^2 / variance, which makes the likelihood of normally
+    distributed targets t largest (arXiv:2104.12376, section 3).
+
+    Args:
+        scale: the variance of each column, or the factor; None learns it.
+
+    >>> rows = {"x": numpy.zeros((4, 2), numpy.float32), "target": numpy.float32([[1], [2], [-1], [-2]])}
+    >>> calibrated = graphopt.calibrate(models.linear((2,), 1), rows, passes.VarianceScaling())
+    >>> graphopt.run(calibrated, {"x": rows["x"][:1]})["y.variance"].tolist()  # the model predicts 0
+    [[2.5]]
+    """
+
+    scale: tuple[float, ...] | None = field(default=None, repr=False)
+
+    @property
+    def learns(self) -> bool:
+        return self.scale is None
+
+    def adapted(self, model: ir.Model, read: Read) -> VarianceScaling:
+        model = model.clone()
+        ensure_typed(model)
+        y, variance = self._values(model)
+        predicted, targets = self.on_rows(model, y, read)
+        squares = np.square(predicted - matching(self, targets, predicted))
+        if variance is None:
+            return replace(self, scale=tuple(squares.reshape(len(squares), -1).mean(0).tolist()))
+        of_rows, _ = self.on_rows(model, variance, read)
+        if not (of_rows > 0).all():
+            raise GraphoptError(
+                f"VarianceScaling: expected {variance.name!r} above 0, found {of_rows.min():g}"
+            )
+        return replace(self, scale=(float((squares / of_rows).mean()),))
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        y, variance = self._values(model)
+        with Emitter(model) as op:
+            scale = op.constant(np.array(self.scale), like=y)
+            if variance is not None:
+                uses = list(variance.uses())
+                replace_output(model, variance, variance * op.Squeeze(scale, [0]), uses)
+                return
+            scale = scale if rank(y) > 1 else op.Squeeze(scale, [0])
+            variance = op.Expand(scale, op.shape_of(y), _outputs=[f"{y.name}.variance"])
+            model.graph.outputs.append(variance)
+
+    def _values(self, model: ir.Model) -> tuple[ir.Value, ir.Value | None]:
+        outputs = {name_of(y): y for y in model.graph.outputs}
+        of_means = [name for name in outputs if f"{name}.variance" in outputs]
+        name = self.output or (of_means[0] if len(of_means) == 1 else None)
+        y = floating_output(model, name, "output")
+        return y, outputs.get(f"{y.name}.variance")
+
+
+def matching(owner: Pass, targets: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """Return targets in the shape of what is predicted."""
+    if targets.size != predicted.size:
+        raise GraphoptError(
+            f"{type(owner).__name__}: expected targets of shape {list(predicted.shape)}, found {list(targets.shape)}"
+        )
+    return targets.reshape(predicted.shape)

@@ -1,0 +1,177 @@
+"""Predict sets of classes and intervals that contain the target with a probability that is chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Read
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import dims_of, name_of, rank
+from graphopt.intervals import within
+from passes.calibration import Learning, matching
+from passes.differentiate import floating_output
+
+__all__ = ["PredictionInterval", "PredictionSet"]
+
+
+@dataclass(frozen=True)
+class _Conformal(Learning):
+    """Learn a threshold of scores: the k-th smallest of n rows, k = ceil((n + 1)(1 - alpha)) (Vovk et al. 2005).
+
+    Args:
+        alpha: the share of rows whose target may be left out.
+        threshold: the threshold; None learns it.
+    """
+
+    alpha: float = within("(0, 1)", 0.1)
+    threshold: tuple[float, ...] | None = field(default=None, repr=False, kw_only=True)
+
+    @property
+    def learns(self) -> bool:
+        return self.threshold is None
+
+    def threshold_of(self, scores: np.ndarray, what: str = "") -> float:
+        """Return the k-th smallest score, without interpolation.
+
+        Raises:
+            GraphoptError: there are too few rows.
+        """
+        k = math.ceil((len(scores) + 1) * (1 - self.alpha) - 1e-9)
+        if k > len(scores):
+            raise GraphoptError(
+                f"{type(self).__name__}: needs at least {math.ceil(1 / self.alpha - 1e-9) - 1} rows{what} for "
+                f"alpha={self.alpha:g}, found {len(scores)}"
+            )
+        return float(np.sort(scores)[k - 1])
+
+
+@dataclass(frozen=True)
+class PredictionSet(_Conformal):
+    """Add outputs `probability` [N, classes] and `set` [N, classes]: the set has the right class in 1 - alpha of rows.
+
+    The score of a class is minus its probability for `lac` (Sadinle, Lei, Wasserman 2019). For `aps`, it is the sum of
+    the probabilities from the largest to its own (Romano, Sesia, Candes 2020; without their random numbers, as in
+    arXiv:2107.07511). `raps` adds `penalty` for each rank after `rank` (Angelopoulos et al. 2021). A set has the
+    classes whose score is at most the threshold, and may be empty.
+
+    Args:
+        score: `lac` for the smallest sets, `aps` or `raps` for sets that grow with the difficulty of a row.
+        by_class: learn a threshold for each class (Mondrian), so that 1 - alpha holds for the rows of each.
+        penalty: of `raps`.
+        rank: of `raps`.
+
+    Raises:
+        GraphoptError: there is no single output of classes, or there are too few rows for alpha.
+
+    >>> digits = graphopt.data.digits()
+    >>> sure = graphopt.calibrate(models.mlp((1, 8, 8), 10), digits, passes.PredictionSet(alpha=0.1))
+    >>> graphopt.run(sure, {"x": digits.arrays["x"][:5]})["set"].shape
+    (5, 10)
+    """
+
+    score: Literal["lac", "aps", "raps"] = "lac"
+    by_class: bool = False
+    penalty: float = within("[0, inf)", 0.01, kw_only=True)
+    rank: int = within("[0, inf)", 5, kw_only=True)
+
+    def adapted(self, model: ir.Model, read: Read) -> PredictionSet:
+        model = model.clone()
+        ensure_typed(model)
+        with Emitter(model) as op:
+            y = op.Identity(
+                self._scores(op, self.scores(model).emit_probabilities(op)), _outputs=["set.scores"]
+            )
+        scores, targets = self.on_rows(model, y, read)
+        numbers = self.class_numbers(targets, scores.shape[1])
+        own = np.take_along_axis(scores, numbers[:, None], axis=1)[:, 0]
+        if not self.by_class:
+            return replace(self, threshold=(self.threshold_of(own),))
+        of_classes = (self.threshold_of(own[numbers == c], f" of class {c}") for c in range(scores.shape[1]))
+        return replace(self, threshold=tuple(of_classes))
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        for name in ("probability", "set"):
+            state.check_free(model, name)
+        with Emitter(model) as op:
+            p = op.Identity(self.scores(model).emit_probabilities(op), _outputs=["probability"])
+            most = op.constant(np.array(self.threshold), like=p)
+            chosen = op.Not(op.Greater(self._scores(op, p), most), _outputs=["set"])
+        model.graph.outputs.extend([p, chosen])
+
+    def _scores(self, op: Emitter, p: ir.Value) -> ir.Value:
+        """Emit the score of each class: the smaller, the more likely."""
+        if self.score == "lac":
+            return -p
+        count = op.shape_of(p, 1)
+        falling, order = op.TopK(p, count, axis=1, _outputs=2)
+        sums = op.CumSum(falling, 1)
+        _, place = op.TopK(order, count, axis=1, largest=0, _outputs=2)  # of each class in the order
+        sums = op.GatherElements(sums, place, axis=1)
+        if self.score == "aps":
+            return sums
+        return sums + self.penalty * op.Max(op.Cast(place + 1 - self.rank, to=p.dtype), 0.0)
+
+
+@dataclass(frozen=True)
+class PredictionInterval(_Conformal):
+    """Add outputs `lower` and `upper` to a regression, between which the target lies in 1 - alpha of rows.
+
+    `absolute` puts both as far from the prediction [N] or [N, 1] as the k-th smallest absolute error. `cqr` moves two
+    quantiles, the output [N, 2], such as of two `passes.Quantile`, away from each other (Romano, Patterson, Candes
+    2019).
+
+    Args:
+        score: `absolute` or `cqr`.
+
+    Raises:
+        GraphoptError: the output has another shape, or there are too few rows for alpha.
+
+    >>> rows = {"x": numpy.zeros((19, 2), numpy.float32), "target": numpy.arange(19.0)[:, None]}
+    >>> sure = graphopt.calibrate(models.linear((2,), 1), rows, passes.PredictionInterval(alpha=0.1))
+    >>> graphopt.run(sure, {"x": rows["x"][:1]})["upper"].tolist()  # the model predicts 0
+    [[17.0]]
+    """
+
+    score: Literal["absolute", "cqr"] = "absolute"
+
+    def adapted(self, model: ir.Model, read: Read) -> PredictionInterval:
+        model = model.clone()
+        ensure_typed(model)
+        predicted, targets = self.on_rows(model, self._output(model), read)
+        ends = predicted.reshape(len(predicted), -1)
+        t = matching(self, targets, ends[:, :1])
+        errors = np.maximum(ends[:, :1] - t, t - ends[:, -1:])[:, 0]
+        return replace(self, threshold=(self.threshold_of(errors),))
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        y = self._output(model)
+        for name in ("lower", "upper"):
+            state.check_free(model, name)
+        with Emitter(model) as op:
+            low, high = (y, y) if self.score == "absolute" else op.Split(y, [1, 1], axis=1, _outputs=2)
+            margin = op.constant(np.array((self.threshold or (0.0,))[0]), like=y)
+            model.graph.outputs.append(op.Identity(low - margin, _outputs=["lower"]))
+            model.graph.outputs.append(op.Identity(high + margin, _outputs=["upper"]))
+
+    def _output(self, model: ir.Model) -> ir.Value:
+        y = floating_output(model, self.output, "output")
+        fits = dims_of(y)[1:] in (((), (1,)) if self.score == "absolute" else ((2,),))
+        if y.shape is None or not fits or not rank(y):
+            expected = (
+                "[N] or [N, 1]" if self.score == "absolute" else "[N, 2], a lower and an upper quantile"
+            )
+            raise GraphoptError(
+                f"PredictionInterval({self.score!r}): expected an output {expected}, found {name_of(y)!r} of shape "
+                f"{y.shape}"
+            )
+        return y

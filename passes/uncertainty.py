@@ -1,0 +1,370 @@
+"""Say how sure a prediction is, inside the file: by other weights that fit as well, by dropout, by several models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import state
+from graphopt.graph.copying import again
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.loading import Source, load
+from graphopt.graph.rewriting import Read
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.traversal import ancestors
+from graphopt.graph.values import constant_of, dims_of, given, like, name_of, rank
+from graphopt.intervals import within
+from passes.calibration import Learning, Scores
+from passes.differentiate import floating_output
+from passes.gradients.rules.control_flow import scan_over
+from passes.gradients.walk import zeros
+from passes.losses.frozen import put_in
+from passes.normalize import Normalize
+from passes.training_mode import drop, ratio_of
+
+__all__ = ["Ensemble", "LastLayerLaplace", "MonteCarloDropout"]
+
+_OF_MASKS = 2**31 + 1024  # random numbers apart from those of training, and of explanations
+_MOST_WEIGHTS, _MOST_NUMBERS = 8192, 2**26  # of a layer whose matrix is solved, and of what the file gets
+
+
+@dataclass(frozen=True)
+class LastLayerLaplace(Learning):
+    """Add the variance of each output, by the weights of the last layer that fit the rows that trained nearly as well.
+
+    The posterior of these weights is a normal distribution around them, whose precision is the generalized Gauss-Newton
+    matrix, a sum over the rows, plus that of the prior (Daxberger et al. 2021, arXiv:2106.14806). `OUTPUT.variance`
+    is that of the output, linear in the weights. Classes get `probability`, softmax(y / sqrt(1 + pi variance / 8))
+    (MacKay 1992).
+
+    Args:
+        prior_precision: the precision of the prior; `marginal` takes the one under which the rows are most likely, by
+            MacKay's fixed point.
+        structure: what of the matrix is kept: `full`; `kron`, a product of a matrix of features and one of outputs; or
+            `diag`.
+        task: `classification` or `regression`.
+        noise: the variance of a regression's targets around the prediction.
+        factors: the root of each output's covariance, [outputs, features + 1, features + 1]; None learns it.
+
+    Raises:
+        GraphoptError: the output does not come out of a Gemm with a constant weight, or the layer is too large.
+
+    >>> digits = graphopt.data.digits()
+    >>> unsure = graphopt.calibrate(models.mlp((1, 8, 8), 10, hidden=[16]), digits, passes.LastLayerLaplace())
+    >>> [output.name for output in unsure.graph.outputs]
+    ['y', 'y.variance', 'probability']
+    """
+
+    prior_precision: float | Literal["marginal"] = within("(0, inf)", "marginal", choices=("marginal",))
+    structure: Literal["full", "kron", "diag"] = "full"
+    task: Literal["classification", "regression"] = "classification"
+    noise: float = within("(0, inf)", 1.0)
+    factors: np.ndarray | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def learns(self) -> bool:
+        return self.factors is None
+
+    def adapted(self, model: ir.Model, read: Read) -> LastLayerLaplace:
+        model = model.clone()
+        ensure_typed(model)
+        y, read_by, weight, _ = self._layer(model)
+        x, _ = self.on_rows(model, read_by, read)
+        z, _ = self.on_rows(model, y, read)
+        x = np.concatenate([x, np.ones((len(x), len(weight) - x.shape[1]))], axis=1)
+        covariances = self._covariances(x, self._curvature(z.reshape(len(z), -1)), weight)
+        return replace(self, factors=np.linalg.cholesky(covariances))
+
+    def _curvature(self, z: np.ndarray) -> np.ndarray:
+        """Return the second derivatives of the loss of each row by its outputs, [N, outputs, outputs]."""
+        if self.task == "regression":
+            return np.broadcast_to(np.eye(z.shape[1]) / self.noise, (*z.shape, z.shape[1]))
+        if z.shape[1] == 1:
+            p = 0.5 * (1 + np.tanh(0.5 * z))
+            return (p * (1 - p))[:, :, None]
+        p = np.exp(z - z.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        return p[:, :, None] * (np.eye(p.shape[1]) - p[:, None, :])
+
+    def _covariances(self, x: np.ndarray, curvature: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """Return the covariance of each output's weights, [outputs, features, features]; a bias is a feature of 1."""
+        (rows, inputs), outputs = x.shape, curvature.shape[1]
+        if self.structure == "diag":
+            sums = np.einsum("nc,nd->cd", np.einsum("ncc->nc", curvature), x * x)
+            prior = self._prior(sums, weight)
+            return np.eye(inputs) / (sums + prior)[:, :, None]
+        if self.structure == "full":
+            by_pair = np.einsum("nck,nd,ne->cdke", curvature, x, x, optimize=True)
+            precision, vectors = np.linalg.eigh(by_pair.reshape(outputs * inputs, -1))
+            vectors = vectors.reshape(outputs, inputs, -1)
+            return (
+                vectors
+                / (precision.clip(0) + self._prior(precision.clip(0), weight))
+                @ vectors.swapaxes(1, 2)
+            )
+        # Features and the bias have factors of their own, as KFAC of a linear layer has.
+        count = inputs - int((x[:, -1] == 1).all())
+        left, u = np.linalg.eigh(curvature.sum(0))
+        right, v = np.linalg.eigh(x[:, :count].T @ x[:, :count] / rows)
+        left, right = left.clip(0), right.clip(0)
+        prior = self._prior(np.concatenate([np.outer(left, right).reshape(-1), left]), weight)
+        found = np.zeros((outputs, inputs, inputs))
+        found[:, :count, :count] = (v * ((u * u) @ (1 / (np.outer(left, right) + prior)))[:, None, :]) @ v.T
+        found[:, count:, count:] = ((u * u) @ (1 / (left + prior)))[:, None, None]
+        return found
+
+    def _prior(self, precision: np.ndarray, weight: np.ndarray) -> float:
+        """Return the precision of the prior, for the eigenvalues of the matrix (MacKay 1992, equation 4.9)."""
+        if self.prior_precision != "marginal":
+            return float(self.prior_precision)
+        found, square = 1.0, float(np.square(weight).sum())
+        for _ in range(1000):
+            found, last = float((precision / (precision + found)).sum()) / square, found
+            if abs(found - last) <= 1e-9 * found:
+                break
+        return max(found, 1e-12)
+
+    def rewrite(self, model: ir.Model) -> None:
+        assert self.factors is not None
+        ensure_typed(model)
+        y, x, _, features = self._layer(model)
+        output = floating_output(model, self.output, "output")
+        name = f"{output.name}.variance"
+        state.check_free(model, name)
+        outputs, inputs, _ = self.factors.shape
+        with Emitter(model) as op:
+            roots = self.factors.transpose(1, 0, 2).reshape(inputs, -1)
+            moved = op.MatMul(x, op.constant(roots[:features], like=x))
+            if inputs > features:  # the bias
+                moved = moved + op.constant(roots[-1], like=x)
+            squares = op.Reshape(op.Pow(moved, 2.0), [0, outputs, inputs])
+            variance = op.ReduceSum(squares, [2], keepdims=0)
+            if len(dims_of(y)) == 1:
+                variance = op.Squeeze(variance, [1])
+            model.graph.outputs.append(op.Identity(variance, _outputs=[name]))
+            if self.task == "classification":
+                state.check_free(model, "probability")
+                scaled = like(y / op.Sqrt(1 + (np.pi / 8) * variance), y)
+                rates = Scores(scaled, scaled, None).emit_probabilities(op)
+                model.graph.outputs.append(op.Identity(rates, _outputs=["probability"]))
+
+    def _layer(self, model: ir.Model) -> tuple[ir.Value, ir.Value, np.ndarray, int]:
+        """Return the last layer's output, what it reads, its weight with the bias as last row, and its features."""
+        y = floating_output(model, self.output, "output")
+        if self.task == "classification":
+            y = self.scores(model).logits or y
+        node, bias = y.producer(), None
+        if node is not None and node.op_type == "Add":
+            bias = next((b for x in node.inputs if (b := constant_of(x)) is not None), None)
+            node = next((x.producer() for x in node.inputs if x is not None and constant_of(x) is None), None)
+        weight = None if node is None or len(node.inputs) < 2 else constant_of(node.inputs[1])
+        kind = None if node is None else node.op_type
+        if node is not None and kind == "Gemm":
+            bias = constant_of(node.inputs[2]) if len(node.inputs) > 2 else bias
+            plain = [node.attributes.get_float(name, 1.0) == 1 for name in ("alpha", "beta")]
+            first, second = (node.attributes.get_int(name, 0) for name in ("transA", "transB"))
+            weight = weight if all(plain) and not first else None
+            if weight is not None and second:
+                weight = weight.T
+        if (
+            node is None
+            or weight is None
+            or kind not in ("Gemm", "MatMul")
+            or (weight.ndim, rank(y)) not in ((2, 1), (2, 2))
+        ):
+            raise GraphoptError(
+                f"LastLayerLaplace: expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, "
+                f"found {kind or 'none'}: name an output of such a layer"
+            )
+        features, outputs = weight.shape
+        rows = features + (bias is not None)
+        if self.structure == "full" and rows * outputs > _MOST_WEIGHTS:
+            raise GraphoptError(
+                f"LastLayerLaplace: expected at most {_MOST_WEIGHTS} weights for structure='full', found "
+                f"{rows * outputs}: take 'kron' or 'diag'"
+            )
+        if rows * rows * outputs > _MOST_NUMBERS:
+            raise GraphoptError(
+                f"LastLayerLaplace: expected at most {_MOST_NUMBERS} numbers of covariances, found "
+                f"{rows * rows * outputs}, {outputs} outputs of {rows} weights each"
+            )
+        if bias is not None:
+            weight = np.concatenate([weight, np.broadcast_to(bias.reshape(1, -1), (1, outputs))])
+        return y, given(node.inputs[0]), weight, features
+
+
+@dataclass(frozen=True)
+class _Samples(Learning):
+    """Add outputs `OUTPUT.mean` and `OUTPUT.variance` over several predictions, and for classes two more.
+
+    `probability` is the mean of the probabilities, and `OUTPUT.mutual_information` the entropy of this mean minus the
+    mean entropy (Depeweg et al. 2018), in nats: what is unsure because the predictions differ. The variance divides by
+    the number of predictions.
+
+    Args:
+        task: `classification` or `regression`.
+    """
+
+    task: Literal["classification", "regression"] = field(default="classification", kw_only=True)
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        y = floating_output(model, self.output, "output")
+        scores = self.scores(model) if self.task == "classification" else None
+        names = [f"{y.name}.mean", f"{y.name}.variance"]
+        names += ["probability", f"{y.name}.mutual_information"] if scores else []
+        for name in names:
+            state.check_free(model, name)
+        with Emitter(model) as op:
+            count, sums = self.sums(op, model, y, scores)
+            means = [total / count for total in sums]
+            found = [y + means[0], means[1] - means[0] * means[0]]
+            if scores is not None:
+                found += [means[2], _entropy(op, means[2]) - means[3]]
+            model.graph.outputs.extend(
+                op.Identity(value, _outputs=[name]) for value, name in zip(found, names, strict=True)
+            )
+
+    def sums(
+        self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None
+    ) -> tuple[float, list[ir.Value]]:
+        """Return the number of predictions, and the sums of what `terms` emits for each."""
+        raise NotImplementedError
+
+
+def _terms(op: Emitter, sample: ir.Value, y: ir.Value, scores: Scores | None) -> list[ir.Value]:
+    """Emit the distance of a prediction from `y`, its square, the probabilities and their entropy."""
+    distance = sample - y
+    found = [distance, distance * distance]
+    if scores is not None:
+        other = replace(scores, output=sample, logits=sample if scores.logits is scores.output else None)
+        p = other.emit_probabilities(op)
+        found += [p, _entropy(op, p)]
+    return found
+
+
+def _entropy(op: Emitter, p: ir.Value) -> ir.Value:
+    return -op.ReduceSum(p * op.Log(op.Max(p, 1e-30)), [1], keepdims=0)
+
+
+@dataclass(frozen=True)
+class MonteCarloDropout(_Samples):
+    """Predict several times with Dropout, in a Scan (Gal, Ghahramani 2016, arXiv:1506.02142).
+
+    Masks are those of `passes.TrainingMode`: from a counter, so that they are the same on every runtime and in each
+    call, differ between predictions, and memory does not grow with their number.
+
+    Args:
+        samples: the number of predictions.
+        seed: the seed of the masks.
+
+    Raises:
+        GraphoptError: the model has no Dropout before the output, or one without a constant ratio.
+
+    >>> import onnx
+    >>> text = 'g (float[N,8] x) => (float[N,8] y) { y = Dropout(x) }'
+    >>> file = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}')
+    >>> unsure = graphopt.explain(file, passes.MonteCarloDropout(50))
+    >>> [output.name for output in unsure.graph.outputs]
+    ['y', 'y.mean', 'y.variance', 'probability', 'y.mutual_information']
+    """
+
+    samples: int = within("[1, 1000000]", 50)
+    seed: int = within("[0, inf)", 0)
+
+    def sums(
+        self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None
+    ) -> tuple[float, list[ir.Value]]:
+        needed = ancestors([y])
+        nodes = [node for node in model.graph if node in needed]
+        if not any(_is_dropout(node) for node in nodes):
+            raise GraphoptError(
+                f"MonteCarloDropout: expected Dropout before {y.name!r}, found none: export the model with its "
+                "Dropout, in training mode, or take passes.Ensemble"
+            )
+
+        def turn(
+            op: Emitter, totals: list[ir.Value], at: list[ir.Value]
+        ) -> tuple[list[ir.Value], list[ir.Value]]:
+            copies: dict[ir.Value, ir.Value] = {}
+            for number, node in enumerate(nodes):
+                if _is_dropout(node):
+                    x = given(node.inputs[0])
+                    x = copies.get(x, x)
+                    dropped, _ = drop(op, x, ratio_of(node), at[0], self.seed, _OF_MASKS + number)
+                    copies[node.outputs[0]] = like(dropped, node.outputs[0])
+                else:
+                    copies |= again(op, [node], copies)
+            terms = _terms(op, copies[y], y, scores)
+            return [total + term for total, term in zip(totals, terms, strict=True)], []
+
+        states = [zeros(op, term) for term in _terms(op, y, y, scores)]
+        return float(self.samples), scan_over(op, turn, states, [op.constant(np.arange(self.samples))])
+
+
+def _is_dropout(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) == ("", "Dropout")
+
+
+@dataclass(frozen=True)
+class Ensemble(_Samples):
+    """Predict with several models beside each other (Lakshminarayanan, Pritzel, Blundell 2017, arXiv:1612.01474).
+
+    Args:
+        members: the files of the other models, whose inputs, outputs and opset are those of the model.
+
+    Raises:
+        GraphoptError: a file has other inputs, or an output of another name, type or shape.
+
+    >>> unsure = graphopt.explain(models.mlp((4,), 3), passes.Ensemble([models.mlp((4,), 3, seed=1)]))
+    >>> found = graphopt.run(unsure, {"x": numpy.ones((2, 4), numpy.float32)})
+    >>> found["y.variance"].shape, found["probability"].sum(1).round(5).tolist()
+    ((2, 3), [1.0, 1.0])
+    """
+
+    members: Sequence[Source]
+
+    def sums(
+        self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None
+    ) -> tuple[float, list[ir.Value]]:
+        sums = _terms(op, y, y, scores)
+        inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
+        for number, member in enumerate(self.members, 1):
+            other = _normalized(member)
+            names = {name_of(x): x for x in other.graph.inputs if not x.is_initializer()}
+            for name, x in names.items():
+                if name not in inputs or x.dtype != inputs[name].dtype or not _fits(x, inputs[name]):
+                    raise GraphoptError(
+                        f"Ensemble: member {number}: expected the inputs {', '.join(inputs)} of the model, found "
+                        f"{name!r}, {x.dtype}{x.shape}"
+                    )
+            own = next((z for z in other.graph.outputs if z.name == y.name), None)
+            if own is None or own.dtype != y.dtype or not _fits(own, y):
+                found = ", ".join(f"{z.name!r} {z.dtype}{z.shape}" for z in other.graph.outputs)
+                raise GraphoptError(
+                    f"Ensemble: member {number}: expected an output {y.name!r} {y.dtype}{y.shape}, found {found}"
+                )
+            other.graph.outputs[:] = [own]
+            (sample,) = put_in(model, other, inputs, f"member{number}")
+            terms = _terms(op, sample, y, scores)
+            sums = [total + term for total, term in zip(sums, terms, strict=True)]
+        return float(len(self.members) + 1), sums
+
+
+def _normalized(source: Source) -> ir.Model:
+    model = load(source)
+    Normalize().apply(model)
+    ensure_typed(model)
+    return model
+
+
+def _fits(x: ir.Value, y: ir.Value) -> bool:
+    """Return whether two shapes agree where both are known."""
+    pairs = list(zip(dims_of(x), dims_of(y), strict=False))
+    known = [(a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int)]
+    return len(dims_of(x)) == len(dims_of(y)) and all(a == b for a, b in known)

@@ -1,0 +1,475 @@
+"""Calibrated probabilities, sets and intervals, beside scipy, scikit-learn and formulas; tests/peers has MAPIE's."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import model
+from scipy.optimize import minimize, minimize_scalar
+from scipy.special import expit, log_softmax, softmax
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.frozen import FrozenEstimator
+from sklearn.model_selection import train_test_split
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.cli import command as cli
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+
+LOGITS = "g (float[N,5] x) => (float[N,5] y) { y = Identity(x) }"
+
+
+@functools.cache
+def rows(count: int = 400, sharpness: float = 2.0) -> dict[str, np.ndarray]:
+    """Return logits that are larger than the classes that are drawn from them allow."""
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((count, 5)) * 3 + [0, 0.5, 0, -0.5, 0]
+    target = np.array([rng.choice(5, p=p) for p in softmax(z / sharpness, axis=1)])
+    return {"x": z.astype(np.float32), "target": target}
+
+
+def numbers(calibrated: ir.Model) -> dict[str, np.ndarray]:
+    weights = calibrated.graph.initializers.values()
+    return {x.name: x.const_value.numpy() for x in weights if x.name.startswith("y.")}
+
+
+def cross_entropy(z: np.ndarray, target: np.ndarray) -> float:
+    return -log_softmax(z, axis=1)[np.arange(len(z)), target].mean()
+
+
+def test_the_temperature_is_that_of_scipy() -> None:
+    z, target = rows()["x"].astype(np.float64), rows()["target"]
+    calibrated = graphopt.calibrate(model(LOGITS), rows(), passes.Temperature())
+    best = minimize_scalar(lambda t: cross_entropy(z / np.exp(t), target), bracket=(0, 1), tol=1e-12).x
+    assert abs(numbers(calibrated)["y.log_temperature"] - best) < 1e-6
+    found = graphopt.run(calibrated, {"x": rows()["x"]})["y"]
+    np.testing.assert_allclose(found, z / np.exp(best), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [models.mlp, models.cnn])
+def test_probabilities_are_scikit_learns(kind: object) -> None:
+    digits = graphopt.data.digits()
+    x, target = digits.arrays["x"], digits.arrays["target"]
+    network = kind((1, 8, 8), 10)
+    step = graphopt.compile(network, loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-2))
+    executor = graphopt.Executor(step)
+    graphopt.fit(executor, (x[:900], target[:900]), epochs=3, validation=None, verbose=False)
+    file = executor.trained()
+
+    class Network(ClassifierMixin, BaseEstimator):
+        classes_ = np.arange(10)
+
+        def fit(self, x: np.ndarray, y: np.ndarray) -> Network:
+            self.is_fitted_ = True
+            return self
+
+        def predict(self, x: np.ndarray) -> np.ndarray:
+            return self.decision_function(x).argmax(1)
+
+        def decision_function(self, x: np.ndarray) -> np.ndarray:
+            return graphopt.run(file, {"x": x.astype(np.float32)})["y"].astype(np.float64)
+
+    calibrated = graphopt.calibrate(file, (x[900:1300], target[900:1300]), passes.Temperature())
+    held_out = x[1300:]
+    found = softmax(graphopt.run(calibrated, {"x": held_out})["y"].astype(np.float64), axis=1)
+    frozen = FrozenEstimator(Network().fit(x, target))
+    peer = CalibratedClassifierCV(frozen, method="temperature").fit(x[900:1300], target[900:1300])
+    np.testing.assert_allclose(
+        found, peer.predict_proba(held_out), rtol=0, atol=2e-4
+    )  # scikit-learn's tolerance
+    z = graphopt.run(file, {"x": x[900:1300]})["y"].astype(np.float64)
+    best = minimize_scalar(
+        lambda t: cross_entropy(z / np.exp(t), target[900:1300]), bracket=(0, 1), tol=1e-12
+    ).x
+    assert abs(numbers(calibrated)["y.log_temperature"] - best) < 1e-5
+    z = graphopt.run(file, {"x": held_out})["y"].astype(np.float64)
+    np.testing.assert_allclose(found, softmax(z / np.exp(best), axis=1), atol=1e-5)
+
+
+def test_scales_of_classes_are_those_of_scipy() -> None:
+    z, target = rows()["x"].astype(np.float64), rows()["target"]
+    calibrated = graphopt.calibrate(model(LOGITS), rows(), passes.VectorScaling())
+    best = minimize(
+        lambda w: cross_entropy(w[:5] * z + w[5:], target), np.r_[np.ones(5), np.zeros(5)], tol=1e-12
+    )
+    found = numbers(calibrated)
+    own = found["y.scale"] * z + found["y.bias"]
+    assert cross_entropy(own, target) < best.fun + 1e-9
+    np.testing.assert_allclose(softmax(own, axis=1), softmax(best.x[:5] * z + best.x[5:], axis=1), atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["logit", "column", "sigmoid", "rates"])
+def test_platts_line_is_that_of_scipy_for_every_form_of_the_output(form: str) -> None:
+    rng = np.random.default_rng(1)
+    z = (rng.standard_normal((300, 1)) * 3).astype(np.float32)
+    target = (rng.random(300) < expit(0.4 * z[:, 0] - 0.5)).astype(np.int64)
+    text = {
+        "logit": "g (float[N,1] x) => (float[N] y) { a = Constant<value_ints = [1]>() y = Squeeze(x, a) }",
+        "column": "g (float[N,1] x) => (float[N,1] y) { y = Identity(x) }",
+        "sigmoid": "g (float[N,1] x) => (float[N,1] y) { y = Sigmoid(x) }",
+        "rates": "g (float[N,1] x) => (float[N,2] y) { p = Sigmoid(x) i = Constant<value_float = 1.0>() q = Sub(i, p) "
+        "y = Concat<axis = 1>(q, p) }",
+    }[form]
+    two = form == "rates"
+    calibration = passes.VectorScaling() if two else passes.Platt()
+    found = graphopt.run(graphopt.calibrate(model(text), {"x": z, "target": target}, calibration), {"x": z})[
+        "y"
+    ]
+    x = z[:, 0].astype(np.float64)
+
+    def loss(w: np.ndarray) -> float:
+        if two:  # the logarithms of both rates have scales of their own
+            logits = np.stack([w[0] * -np.logaddexp(0, x), w[1] * -np.logaddexp(0, -x) + w[2]], 1)
+            return cross_entropy(logits, target)
+        return cross_entropy(np.stack([0 * x, w[0] * x + w[1]], 1), target)
+
+    w = minimize(loss, [1.0, 1.0, 0.0] if two else [1.0, 0.0], tol=1e-12).x
+    expected = (
+        softmax(np.stack([w[0] * -np.logaddexp(0, x), w[1] * -np.logaddexp(0, -x) + w[2]], 1), axis=1)[:, 1]
+        if two
+        else expit(w[0] * x + w[1])
+    )
+    rate = {"sigmoid": found, "rates": found[:, 1:]}.get(form, expit(found))
+    np.testing.assert_allclose(rate.reshape(-1), expected, atol=1e-4)
+
+
+def test_a_softmax_is_applied_once() -> None:
+    """Its logits are divided, and the output stays probabilities."""
+    x = rows()["x"]
+    plain = graphopt.calibrate(model(LOGITS), rows(), passes.Temperature(), passes.PredictionSet())
+    rates = graphopt.calibrate(
+        model("g (float[N,5] x) => (float[N,5] y) { y = Softmax(x) }"),
+        rows(),
+        passes.Temperature(),
+        passes.PredictionSet(),
+    )
+    a, b = (graphopt.run(each, {"x": x}) for each in (plain, rates))
+    np.testing.assert_allclose(a["probability"].sum(1), 1, atol=1e-6)
+    np.testing.assert_allclose(b["y"], a["probability"], atol=1e-6)
+    np.testing.assert_array_equal(b["set"], a["set"])
+    assert (
+        cross_entropy(np.log(b["y"].astype(float)), rows()["target"])
+        < cross_entropy(x, rows()["target"]) - 0.1
+    )
+
+
+def test_other_readers_of_the_output_get_the_calibrated_one_and_the_file_checks() -> None:
+    nodes = "y = Add(x, x) label = ArgMax<axis = 1, keepdims = 0>(y)"
+    text = f"g (float[N,5] x) => (float[N,5] y, int64[N] label) {{ {nodes} }}"
+    calibrated = graphopt.calibrate(model(text), rows(), passes.VectorScaling())
+    found = graphopt.run(calibrated, {"x": rows()["x"]})
+    np.testing.assert_array_equal(found["label"], found["y"].argmax(1))
+    onnx.checker.check_model(ir.to_proto(calibrated), full_check=True)
+
+
+def test_a_calibrated_temperature_trains_on() -> None:
+    """The number is an initializer, which the existing step trains alone: it stays at the optimum."""
+    calibrated = graphopt.calibrate(model(LOGITS), rows(), passes.Temperature())
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    step = graphopt.compile(calibrated, parameters=passes.Parameters(pattern="*temperature"), **steps)
+    executor = graphopt.Executor(step)
+    before = float(executor.state["y.log_temperature"])
+    graphopt.fit(executor, rows(), epochs=3, batch_size=400, validation=None, verbose=False)
+    assert abs(float(executor.state["y.log_temperature"]) - before) < 1e-5
+
+
+def kth(scores: np.ndarray, alpha: float) -> float:
+    """Count: so many scores are at most the threshold that a new one is with probability 1 - alpha."""
+    ordered = sorted(scores)
+    return next(s for i, s in enumerate(ordered, 1) if i / (len(scores) + 1) >= 1 - alpha - 1e-12)
+
+
+def scores_of(p: np.ndarray, score: str) -> np.ndarray:
+    if score == "lac":
+        return 1 - p
+    sums = np.array([[row[row >= q].sum() for q in row] for row in p])
+    ranks = (p[:, :, None] <= p[:, None, :]).sum(2)
+    return sums + (0.05 * np.maximum(ranks - 2, 0) if score == "raps" else 0)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.05])
+@pytest.mark.parametrize("score", ["lac", "aps", "raps"])
+@pytest.mark.parametrize("by_class", [False, True])
+def test_sets_are_those_of_the_formula(score: str, alpha: float, by_class: bool) -> None:
+    data = rows(1000)
+    sure = passes.PredictionSet(alpha, score, by_class, penalty=0.05, rank=2)
+    calibrated = graphopt.calibrate(model(LOGITS), {k: v[:500] for k, v in data.items()}, sure)
+    found = graphopt.run(calibrated, {"x": data["x"][500:]})
+    scores = scores_of(softmax(data["x"].astype(np.float64), axis=1), score)
+    target = data["target"][:500]
+    own = scores[:500][np.arange(500), target]
+    most = np.array([kth(own[target == c] if by_class else own, alpha) for c in range(5)])
+    expected = scores[500:] <= most
+    near = np.abs(scores[500:] - most) < 1e-6
+    assert (found["set"] == expected)[~near].all()
+    assert near.sum() <= 2
+    covered = found["set"][np.arange(500), data["target"][500:]].mean()
+    assert covered > 1 - alpha - 0.05
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.05, 0.2])
+def test_coverage_over_splits_is_in_the_band_of_theory(alpha: float) -> None:
+    """An interpolated quantile covers less: (n - 1)(1 - alpha) + 1 of n + 1, not ceil((n + 1)(1 - alpha))."""
+    rng, n = np.random.default_rng(0), 60
+    most = [passes.PredictionInterval(alpha).threshold_of(rng.random(n)) for _ in range(2000)]
+    k = np.ceil((n + 1) * (1 - alpha) - 1e-9)
+    band = np.sqrt(k * (n + 1 - k) / (n + 1) ** 2 / (n + 2) / 2000)  # of the mean of a beta distribution
+    assert abs(np.mean(most) - k / (n + 1)) < 4 * band
+    assert np.mean(most) > 1 - alpha - 4 * band
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_intervals_are_as_wide_as_the_kth_smallest_error(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 2)).astype(np.float32)
+    target = (x.sum(1) + rng.standard_normal(60)).astype(np.float32).reshape(60, *shape)
+    dims, nodes = ",1" if shape else "", f"y = ReduceSum<keepdims = {len(shape)}>(x, a)"
+    text = f"g (float[N,2] x) => (float[N{dims}] y) {{ a = Constant<value_ints = [1]>() {nodes} }}"
+    found = graphopt.run(
+        graphopt.calibrate(model(text), {"x": x, "target": target}, passes.PredictionInterval(0.2)), {"x": x}
+    )
+    margin = kth(np.abs(found["y"] - target).reshape(-1), 0.2)
+    np.testing.assert_allclose(found["upper"] - found["y"], margin, rtol=1e-5)
+    np.testing.assert_allclose(found["y"] - found["lower"], margin, rtol=1e-5)
+    assert found["lower"].shape == (60, *shape)
+
+
+def test_quantiles_move_by_the_kth_smallest_excess() -> None:
+    rng = np.random.default_rng(0)
+    x = np.sort(rng.standard_normal((80, 2)), axis=1).astype(np.float32)
+    target = rng.standard_normal(80)
+    text = "g (float[N,2] x) => (float[N,2] y) { y = Identity(x) }"
+    interval = passes.PredictionInterval(0.1, "cqr")
+    found = graphopt.run(graphopt.calibrate(model(text), {"x": x, "target": target}, interval), {"x": x})
+    margin = kth(np.maximum(x[:, 0] - target, target - x[:, 1]), 0.1)
+    np.testing.assert_allclose(found["lower"][:, 0], x[:, 0] - margin, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["upper"][:, 0], x[:, 1] + margin, rtol=1e-5, atol=1e-6)
+
+
+def test_variances_are_mean_squared_errors_and_are_scaled_by_ratios() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 2)).astype(np.float32)
+    target = rng.standard_normal((50, 2))
+    plain = model("g (float[N,2] x) => (float[N,2] y) { y = Identity(x) }")
+    found = graphopt.run(
+        graphopt.calibrate(plain, {"x": x, "target": target}, passes.VarianceScaling()), {"x": x}
+    )
+    np.testing.assert_allclose(
+        found["y.variance"], np.tile(np.square(x - target).mean(0), (50, 1)), rtol=1e-5
+    )
+    own = model("g (float[N,2] x) => (float[N,2] y, float[N,2] v) { y = Identity(x) v = Exp(x) }")
+    own.graph.output[1].name = own.graph.node[1].output[0] = "y.variance"
+    found = graphopt.run(
+        graphopt.calibrate(own, {"x": x, "target": target}, passes.VarianceScaling()), {"x": x}
+    )
+    ratio = np.mean(np.square(x - target) / np.exp(x))
+    np.testing.assert_allclose(found["y.variance"], ratio * np.exp(x), rtol=1e-5)
+
+
+def some(count: int, data: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    return {name: x[:count] for name, x in (data or rows()).items()}
+
+
+TWO = "g (float[N,5] x) => (float[N,5] y, float[N,5] z) { y = Identity(x) z = Exp(x) }"
+INSIDE = "g (float[N,5] x) => (double[N,5] y) { z = Add(x, x) p = Softmax(z) y = Cast<to = 11>(p) }"
+COLUMN = "g (float[N,5] x) => (float[N,1] y) { a = Constant<value_ints = [1]>() y = ReduceSum(x, a) }"
+IMAGES = "g (float[N,5] x) => (float[N,5,1] y) { a = Constant<value_ints = [2]>() y = Unsqueeze(x, a) }"
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "calibration", "message"),
+    [
+        (TWO, rows(), passes.Temperature(), "output=None: expected the name of one floating-point output"),
+        (
+            INSIDE,
+            rows(),
+            passes.Temperature(),
+            "comes out of the Softmax 'p': make 'z', the value before it, the outp",
+        ),
+        (
+            IMAGES,
+            rows(),
+            passes.Temperature(),
+            "expected an output [N, classes], or [N] or [N, 1] of two classes, fo",
+        ),
+        (LOGITS, some(10), passes.PredictionSet(0.05), "needs at least 19 rows for alpha=0.05, found 10"),
+        (LOGITS, some(18), passes.PredictionSet(0.05), "needs at least 19 rows for alpha=0.05, found 18"),
+        (
+            LOGITS,
+            some(40),
+            passes.PredictionSet(0.05, by_class=True),
+            "needs at least 19 rows of class 0 for alpha=",
+        ),
+        (
+            LOGITS,
+            {**rows(), "target": rows()["x"].argmax(1)},
+            passes.Temperature(),
+            "expected rows with mistakes",
+        ),
+        (
+            LOGITS,
+            {**rows(), "target": rows()["target"] + 1},
+            passes.Temperature(),
+            "expected a class from 0 to 4 as th",
+        ),
+        (
+            LOGITS,
+            {**rows(), "target": rows()["target"] // 4},
+            passes.VectorScaling(),
+            "found none of class 2",
+        ),
+        (
+            LOGITS,
+            {"x": rows()["x"]},
+            passes.Temperature(),
+            "expected an array 'target' to learn from, found 'x'",
+        ),
+        (LOGITS, rows(), passes.Platt(), "found 'y' of shape [N,5]: take passes.VectorScaling"),
+        (COLUMN, rows(), passes.VectorScaling(), "found 'y' of shape [N,1]: take passes.Platt"),
+        (
+            LOGITS,
+            rows(),
+            passes.PredictionInterval(0.1),
+            "PredictionInterval('absolute'): expected an output [N] or",
+        ),
+        (
+            COLUMN,
+            rows(),
+            passes.PredictionInterval(0.1, "cqr"),
+            "expected an output [N, 2], a lower and an upper qu",
+        ),
+        (LOGITS, rows(), passes.VarianceScaling(), "expected targets of shape [400, 5], found [400]"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(
+    text: str, data: dict[str, np.ndarray], calibration: passes.Calibration, message: str
+) -> None:
+    with pytest.raises(GraphoptError) as error:
+        graphopt.calibrate(model(text), data, calibration)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_passes_are_needed_and_learn_by_calibrate_alone() -> None:
+    with pytest.raises(GraphoptError, match=r"expected passes after the data, such as .*, found none"):
+        graphopt.calibrate(model(LOGITS), rows())
+    with pytest.raises(GraphoptError, match=r"Temperature learns from rows that did not train: call"):
+        graphopt.compile(models.linear((2,), 3), training=passes.Temperature(), loss=passes.CrossEntropy())
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((600, 4))
+    y = np.array(["a", "b", "c"])[
+        (x[:, 0] + rng.standard_normal(600) > 0).astype(int) + (classes > 2) * (x[:, 1] > 1)
+    ]
+    options = {"hidden_layer_sizes": (30,), "learning_rate_init": 0.05, "max_iter": 15, "random_state": 0}
+    sure = graphopt.OnnxClassifier(calibration=0.3, **options).fit(x, y)
+    kept, held_out, target, own = train_test_split(x, y, test_size=0.3, random_state=0, stratify=y)
+    plain = graphopt.OnnxClassifier(**options).fit(kept, target)
+    log_p, numbers = np.log(plain.predict_proba(held_out)), np.searchsorted(plain.classes_, own)
+    best = minimize_scalar(lambda t: cross_entropy(log_p / np.exp(t), numbers), bracket=(0, 1), tol=1e-12).x
+    assert abs(sure.log_temperature_ - best) < 1e-5
+    assert abs(best) > 0.01
+    expected = softmax(np.log(plain.predict_proba(x)) / np.exp(best), axis=1)
+    np.testing.assert_allclose(sure.predict_proba(x), expected, atol=1e-6)
+    np.testing.assert_array_equal(sure.predict(x), plain.predict(x))
+    found = graphopt.run(sure.to_onnx(), {"X": x.astype(np.float32)})
+    np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
+    np.testing.assert_array_equal(found["label"], sure.predict(x))
+
+
+def test_the_classifier_refuses_to_calibrate_several_labels() -> None:
+    with pytest.raises(GraphoptError, match="calibration: expected one label for each row"):
+        graphopt.OnnxClassifier(calibration=0.1).fit(
+            np.zeros((20, 2)), np.eye(2, dtype=int)[np.arange(20) % 2]
+        )
+
+
+def test_an_output_that_has_lost_its_role_is_named() -> None:
+    """Without it, `trained` returned the training graph, with the input `target`, without a word."""
+
+    class Doubled(passes.Parameters):
+        def rewrite(self, model: ir.Model) -> None:
+            super().rewrite(model)
+            with Emitter(model) as op:
+                y = model.graph.outputs[0]
+                y.name = "before"
+                model.graph.outputs[0] = op.Mul(y, 2.0, _outputs=["y"])
+
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    executor = graphopt.Executor(graphopt.compile(models.linear((2,), 3), parameters=Doubled(), **steps))
+    with pytest.raises(GraphoptError, match="expected the role 'prediction' of the output 'y', found none"):
+        executor.trained()
+
+
+def test_a_run_is_calibrated_on_the_rows_that_it_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A threshold of the rows that trained would be smaller."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["folder=run", "fit.epochs=3", "quiet=true", "fit.seed=4", "executor.native=false"]) == 0
+    assert cli.main(["calibrate", "run", "conformal=prediction_set"]) == 0
+    assert "360 rows held out by the run" in capsys.readouterr().out
+    _, held_out = graphopt.data.hold_out(1797, 0.2, seed=4)
+    digits = graphopt.data.digits().arrays
+    rows = {name: x[held_out] for name, x in digits.items()}
+    expected = graphopt.calibrate("run/trained.onnx", rows, passes.Temperature(), passes.PredictionSet())
+    found = graphopt.load("run/calibrated.onnx")
+    assert numbers(found) == numbers(expected)
+    a, b = (graphopt.run(each, {"x": digits["x"]}) for each in (found, expected))
+    np.testing.assert_array_equal(a["set"], b["set"])
+    page = Path("run/calibration.html").read_text()
+    assert page.count("<svg") == 2
+    assert "negative log-likelihood" in page
+    for words, message in (
+        (["calibrate", "run", "rows=trained"], "rows=trained: expected rows that did not train"),
+        (
+            ["calibrate", "run", "calibrate=none"],
+            "expected calibrate or conformal, found calibrate=none conformal=n",
+        ),
+        (["calibrate", "run", "calibrate=platt"], "take passes.VectorScaling"),
+    ):
+        assert cli.main(words) == 1
+        assert message in capsys.readouterr().err
+    assert (
+        cli.main(["folder=all", "fit.epochs=1", "fit.validation=null", "quiet=true", "executor.native=false"])
+        == 0
+    )
+    assert cli.main(["calibrate", "all"]) == 1
+    assert "expected a run that held rows out, found one that trained on all 1,797" in capsys.readouterr().err
+    assert not Path("all/calibrated.onnx").exists()
+
+
+def test_a_table_s_run_is_calibrated_behind_its_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    lines = [
+        f"{c},{a:.3f},{'yes' if a + rng.standard_normal() > 0 else 'no'}"
+        for a, c in zip(rng.standard_normal(300), rng.choice(["u", "v"], 300), strict=True)
+    ]
+    Path("rows.csv").write_text("\n".join(["kind,size,bought", *lines]) + "\n")
+    run = [
+        "data=csv",
+        "data.path=rows.csv",
+        "data.target=bought",
+        "data.columns=auto",
+        "fit.epochs=3",
+        "folder=run",
+    ]
+    assert cli.main([*run, "quiet=true", "executor.native=false"]) == 0
+    assert cli.main(["calibrate", "run"]) == 0
+    before, after = (graphopt.load(f"run/{name}.onnx") for name in ("trained", "calibrated"))
+    assert [y.name for y in before.graph.outputs] == [y.name for y in after.graph.outputs]
+    assert any("temperature" in name for name in after.graph.initializers)
