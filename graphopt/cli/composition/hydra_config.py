@@ -52,7 +52,7 @@ _FIELDS_OF = {  # and the verbs that use them
     "hosts": ("hosts",),
     "predictions": ("predict",),
     "prompt": ("generate",),
-    "rows": ("evaluate", "predict"),
+    "rows": ("evaluate", "explain", "predict"),
     "time": ("report",),
     "sensitivity": ("report",),
 }
