@@ -217,13 +217,13 @@ class _OfRows(Derivative):
             op: Emitter, _: list[ir.Value], units: list[ir.Value]
         ) -> tuple[list[ir.Value], list[ir.Value]]:
             spread = op.Expand(units[0], op.Concat([1], batch, [1] * (rank(y) - 1), axis=0))
-            seed = like(op.Reshape(spread, op.shape_of(y)), y)
+            seed = like(op.Reshape(spread, op.Concat([-1], op.shape_of(y, 1), axis=0)), y)  # also of no rows
             return [], [given(x) for x in _gradients(op, graph, y, seed, wrt, zero=True)]
 
         results: list[Input] = []
         for x, stack in zip(wrt, scan_over(op, turn, [], [units]), strict=True):
             if self.rows > 1:
-                stack = op.Reshape(stack, op.Concat([-1], batch, op.shape_of(x, 1), axis=0))
+                stack = op.Reshape(stack, op.Concat(turns * self.rows, batch, op.shape_of(x, 1), axis=0))
                 stack = op.Slice(stack, [0], n, [0])
             result = op.Transpose(stack, perm=[1, 0, *range(2, rank(x) + 1)])
             if rank(y) != 2:

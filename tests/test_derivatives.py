@@ -95,6 +95,16 @@ def test_a_jacobian_is_that_of_pytorch(name: str, dynamo: bool, rows: int) -> No
         np.testing.assert_allclose(found, torch.stack(expected), rtol=0, atol=2e-6 * scale)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_batch_of_no_rows_has_derivatives_of_no_rows(rows: int) -> None:
+    mlp = exported(NETWORKS["mlp"][0](), torch.randn(3, 12))
+    found = graphopt.run(graphopt.jacobian(mlp, "x", rows=rows), {"x": np.zeros((0, 12), np.float32)})
+    assert found["y.jacobian.x"].shape == (0, 8, 12)
+    energy = exported(Energy(), torch.randn(3, 2, 3))
+    found = graphopt.run(graphopt.hessian(energy, "x", rows=rows), {"x": np.zeros((0, 2, 3), np.float32)})
+    assert found["y.hessian.x"].shape == (0, 2, 3, 2, 3)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_hessian_and_its_products_are_those_of_pytorch(rows: int) -> None:
     torch.manual_seed(0)

@@ -361,6 +361,14 @@ def test_the_page_trains_learns_drawn_and_photographed_digits_and_keeps_the_mode
         "then": "a.png: expected a picture that this browser reads.",
     }
     assert set(found["downloads"]) == {"inference.onnx", "state.safetensors"}
+    image, heat = (np.array(numbers, np.float32) for numbers in found["heat"])
+    feeds = {"x": image.reshape(1, 1, 8, 8) / 255, "class": np.array([3])}
+    explained = graphopt.explain(tmp_path / "inference.onnx", passes.IntegratedGradients(steps=16), keep=False)
+    (expected,) = graphopt.run(explained, feeds).values()
+    signed = heat[:, 3] * np.where(heat[:, 0] > heat[:, 2], 1, -1) / 255
+    # Pixels of the canvas have 8 bits, of which faint ones keep no color.
+    np.testing.assert_allclose(abs(signed), abs(expected.ravel()) / abs(expected).max(), atol=0.02)
+    assert (signed * expected.ravel())[abs(signed) > 0.1].min() > 0
 
 
 NODE = """
