@@ -46,7 +46,11 @@ def test_the_heat_of_an_explanation_lies_over_its_picture(words: list[str], is_s
     rows = data.digits().arrays["x"][:12]
     labels = data.digits().arrays["target"][:12]
     found = graphopt.run(
-        "out/explained.onnx", {"x": rows, "target" if "fgsm" in words[0] else "class": labels if "fgsm" in words[0] else np.full(12, -1)}
+        "out/explained.onnx",
+        {
+            "x": rows,
+            "target" if "fgsm" in words[0] else "class": labels if "fgsm" in words[0] else np.full(12, -1),
+        },
     )
     heat = found["x.adversarial"] - rows if "fgsm" in words[0] else found["y.explanation"]
     heat = heat[:, 0] / abs(heat).max((1, 2, 3))[:, None, None]
@@ -55,7 +59,9 @@ def test_the_heat_of_an_explanation_lies_over_its_picture(words: list[str], is_s
     grey = rows[:, 0] / rows.max((1, 2, 3))[:, None, None]
     target = np.where(heat[..., None] < 0, [24, 100, 171], [217, 72, 15]) / 255
     strength = 0.8 * abs(heat[..., None])
-    np.testing.assert_allclose(colors, grey[..., None] * (1 - strength) + strength * target, atol=0.5 / 255 + 1e-6)
+    np.testing.assert_allclose(
+        colors, grey[..., None] * (1 - strength) + strength * target, atol=0.5 / 255 + 1e-6
+    )
     best = found["y"].argmax(1)
     assert [f"row {i}: class {k}" for i, k in enumerate(best)] == re.findall(r"<b>(row.*?)</b>", text)
 
@@ -65,7 +71,9 @@ def test_features_have_bars_and_names() -> None:
     weights = np.array([[2.0], [-4.0]])
     graphopt.save(model("g (float[N,2] x) => (float[N,1] y) { y = MatMul(x, w) }", w=weights), "my.onnx")
     text = explained("explain=integrated_gradients", "data=csv", "data.path=rows.csv")
-    bars = re.findall(r"<td>(\w+)</td><td>(.*?)</td><td class=\"bar (\w+)\" style=\"--from:(.*?)%;--to:(.*?)%", text)
+    bars = re.findall(
+        r"<td>(\w+)</td><td>(.*?)</td><td class=\"bar (\w+)\" style=\"--from:(.*?)%;--to:(.*?)%", text
+    )
     assert bars == [
         ("wide", "2", "less", "0.0", "50.0"),
         ("tall", "1", "more", "50.0", "62.5"),
@@ -101,5 +109,3 @@ def test_tokens_of_patches_are_a_grid() -> None:
 
     assert _maps(np.arange(10.0)[None], False).tolist() == (np.arange(1, 10).reshape(1, 3, 3) / 9).tolist()  # type: ignore[union-attr]
     assert _maps(np.ones((1, 7)), False) is None
-
-

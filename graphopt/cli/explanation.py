@@ -89,15 +89,23 @@ def _sections(
     if maps is not None and all(image is not None for image in images):
         drawn = [(_heated(x, y), title, ()) for x, y, title in zip(images, maps, titles, strict=True)]
         return [html.section("Where it looked", html.pictures(drawn, _LONGEST))]
-    tokens = [x for x in feeds.values() if x.dtype.kind in "iu" and x.ndim == 2 and x.shape == found.shape[:2]]
+    tokens = [
+        x for x in feeds.values() if x.dtype.kind in "iu" and x.ndim == 2 and x.shape == found.shape[:2]
+    ]
     if tokens and words is not None:
         shares = _scaled(found if found.ndim == 2 else _reduced(found, 2, is_additive))
         masks = feeds.get("attention_mask", np.ones_like(tokens[0]))
         texts = [
-            [(words.decode([int(token)]), float(x)) for token, x, is_text in zip(*row, strict=True) if is_text]
+            [
+                (words.decode([int(token)]), float(x))
+                for token, x, is_text in zip(*row, strict=True)
+                if is_text
+            ]
             for row in zip(tokens[0], shares, masks, strict=True)
         ]
-        return [html.section(title, html.marked_words(text)) for title, text in zip(titles, texts, strict=True)]
+        return [
+            html.section(title, html.marked_words(text)) for title, text in zip(titles, texts, strict=True)
+        ]
     flat = found.reshape(len(found), -1)
     (values,) = [x.reshape(flat.shape) for x in feeds.values() if x.size == flat.size][:1] or [None]
     names = data.names if len(data.names or ()) == flat.shape[1] else [*map(str, range(flat.shape[1]))]
@@ -115,7 +123,9 @@ def _maps(found: np.ndarray, is_additive: bool) -> np.ndarray | None:
     if found.ndim == 4:
         found = _reduced(found, 1 if found.shape[1] in (1, 3) else 3, is_additive)
     elif found.ndim == 2 and (side := math.isqrt(found.shape[1])) > 1 and found.shape[1] - side**2 <= 1:
-        found = found[:, -(side**2) :].reshape(-1, side, side)  # of tokens, of which the first may be no place
+        found = found[:, -(side**2) :].reshape(
+            -1, side, side
+        )  # of tokens, of which the first may be no place
     return _scaled(found) if found.ndim == 3 else None
 
 

@@ -52,7 +52,7 @@ def main(site: Path = HERE / "site") -> None:
 
 
 def write_explained(host: Path) -> None:
-    """Write a graph that shows where the network looks; it reads the weights of a checkpoint, as inference.onnx does."""
+    """Write a graph that shows where the network looks; as inference.onnx, it reads the weights of a checkpoint."""
     trained = onnx.load(host / "inference.onnx", load_external_data=False)
     stored = {tensor.name: tensor for tensor in trained.graph.initializer if tensor.external_data}
     explanation = passes.IntegratedGradients(steps=16)
