@@ -438,5 +438,7 @@ def test_derivatives_and_explanations_run_in_node_as_in_python(tmp_path: Path) -
         words = ["node", "--input-type=module", "-e", IN_NODE, path, json.dumps(said)]
         done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS, check=True)
         (found,) = json.loads(done.stdout)
-        (expected,) = graphopt.run(path, {name: feeds[name] for name in list(feeds)[: 1 + (number > 1)]}).values()
+        (expected,) = graphopt.run(
+            path, {name: feeds[name] for name in list(feeds)[: 1 + (number > 1)]}
+        ).values()
         np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4, atol=1e-6)

@@ -107,13 +107,15 @@ def _sections(
             html.section(title, html.marked_words(text)) for title, text in zip(titles, texts, strict=True)
         ]
     flat = found.reshape(len(found), -1)
-    (values,) = [x.reshape(flat.shape) for x in feeds.values() if x.size == flat.size][:1] or [None]
-    names = data.names if len(data.names or ()) == flat.shape[1] else [*map(str, range(flat.shape[1]))]
+    values = next((x.reshape(flat.shape) for x in feeds.values() if x.size == flat.size), None)
+    named = [] if data.names is None else [*data.names]
+    names = named if len(named) == flat.shape[1] else [*map(str, range(flat.shape[1]))]
     sections = []
-    for i, (title, shares) in enumerate(zip(titles, _scaled(flat), strict=True)):
-        ranked = np.argsort(-abs(shares), kind="stable")[:_MOST_BARS]
-        texts = ["" if values is None else readable(float(values[i, j])) for j in ranked]
-        rows = [(names[j], text, float(shares[j])) for j, text in zip(ranked, texts, strict=True)]
+    for i, (title, own) in enumerate(zip(titles, _scaled(flat), strict=True)):
+        ranked = np.argsort(-abs(own), kind="stable")[:_MOST_BARS]
+        rows = [
+            (names[j], "" if values is None else readable(float(values[i, j])), float(own[j])) for j in ranked
+        ]
         sections.append(html.section(title, html.bars(rows), half=True))
     return sections
 
