@@ -112,13 +112,12 @@ def test_the_forward_pass_of_a_jacobian_runs_once() -> None:
     assert "Tanh" not in {node.op_type for node in loop.attributes["body"].as_graph()}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_batch_of_no_rows_has_derivatives_of_no_rows(rows: int) -> None:
+def test_a_batch_of_no_rows_has_derivatives_of_no_rows() -> None:
     mlp = exported(NETWORKS["mlp"][0](), torch.randn(3, 12))
-    found = graphopt.run(graphopt.jacobian(mlp, "x", rows=rows), {"x": np.zeros((0, 12), np.float32)})
+    found = graphopt.run(graphopt.jacobian(mlp, "x"), {"x": np.zeros((0, 12), np.float32)})
     assert found["y.jacobian.x"].shape == (0, 8, 12)
     energy = exported(Energy(), torch.randn(3, 2, 3))
-    found = graphopt.run(graphopt.hessian(energy, "x", rows=rows), {"x": np.zeros((0, 2, 3), np.float32)})
+    found = graphopt.run(graphopt.hessian(energy, "x"), {"x": np.zeros((0, 2, 3), np.float32)})
     assert found["y.hessian.x"].shape == (0, 2, 3, 2, 3)
 
 
