@@ -89,7 +89,11 @@ class Derivative(Pass):
         """Return the output to differentiate, and the values to differentiate by."""
         y = floating_output(model, self.of, "of")
         if self.wrt is None:
-            return y, [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
+            inputs = [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
+            if not inputs:
+                instead = of_embeddings(model.graph.inputs) or ": name values as wrt"
+                raise GraphoptError(f"wrt: expected floating-point inputs, found none{instead}")
+            return y, inputs
         wrt = [self.wrt] if isinstance(self.wrt, str) else self.wrt
         if not wrt:
             raise GraphoptError("wrt: expected the name of a value to differentiate by, found none")
@@ -214,13 +218,13 @@ class _OfRows(Derivative):
             op: Emitter, _: list[ir.Value], units: list[ir.Value]
         ) -> tuple[list[ir.Value], list[ir.Value]]:
             spread = op.Expand(units[0], op.Concat([1], batch, [1] * (rank(y) - 1), axis=0))
-            seed = like(op.Reshape(spread, op.shape_of(y)), y)
+            seed = like(op.Reshape(spread, op.Concat([-1], op.shape_of(y, 1), axis=0)), y)  # also of no rows
             return [], [given(x) for x in _gradients(op, graph, y, seed, wrt, zero=True)]
 
         results: list[Input] = []
         for x, stack in zip(wrt, scan_over(op, turn, [], [units]), strict=True):
             if self.rows > 1:
-                stack = op.Reshape(stack, op.Concat([-1], batch, op.shape_of(x, 1), axis=0))
+                stack = op.Reshape(stack, op.Concat(turns * self.rows, batch, op.shape_of(x, 1), axis=0))
                 stack = op.Slice(stack, [0], n, [0])
             result = op.Transpose(stack, perm=[1, 0, *range(2, rank(x) + 1)])
             if rank(y) != 2:
@@ -326,13 +330,19 @@ def floating_value(model: ir.Model, name: str, option: str) -> ir.Value:
     if name in values and is_floating(values[name]):
         return values[name]
     if name in values:
-        rows = [node.outputs[0].name for node in values[name].consumers() if node.op_type == "Gather"]
-        instead = f": take the embedding's output {rows[0]!r}" if rows else ""
         raise GraphoptError(
-            f"{option}: expected a floating-point value, found {name!r} of {values[name].dtype}{instead}"
+            f"{option}: expected a floating-point value, found {name!r} of {values[name].dtype}"
+            f"{of_embeddings([values[name]])}"
         )
     known = [name for name, value in values.items() if is_floating(value)]
     raise GraphoptError(unknown("floating-point value", name, known))
+
+
+def of_embeddings(tokens: Iterable[ir.Value]) -> str:
+    """Return the end of an error that names the output of an embedding of tokens, or nothing."""
+    nodes = [node for x in tokens for node in x.consumers() if node.op_type == "Gather"]
+    rows = [name_of(node.outputs[0]) for node in nodes if is_floating(node.outputs[0])]
+    return f": take the embedding's output {rows[0]!r}" if rows else ""
 
 
 def _repeated(

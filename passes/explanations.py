@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import remove_own
+from graphopt.graph.metadata import ADDITIVE, remove_own
 from graphopt.graph.operators import CONVOLUTIONS, VIEWS
 from graphopt.graph.randomness import normal, uniform
 from graphopt.graph.rewriting import Pass
@@ -19,7 +20,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dims_of, dtype_of, given, is_floating, like, name_of, rank
 from graphopt.intervals import within
-from passes.differentiate import elsewhere, floating_output, floating_value, ones_like
+from passes.differentiate import elsewhere, floating_output, floating_value, of_embeddings, ones_like
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.walk import backward, between, zeros
 from passes.losses.loss import Loss
@@ -56,6 +57,8 @@ class Explanation(Pass):
     input: str | None = field(default=None, kw_only=True)
     output: str | None = field(default=None, kw_only=True)
 
+    is_additive: ClassVar[bool] = False  # whether elements sum to a difference of outputs
+
     def explain(self, op: Emitter, model: ir.Model, x: ir.Value, y: ir.Value, seed: ir.Value) -> ir.Value:
         """Emit the explanation of the sum of `y` times `seed`, which chooses a class of each row."""
         raise NotImplementedError
@@ -67,7 +70,10 @@ class Explanation(Pass):
         state.check_free(model, name)
         with Emitter(model) as op:
             explanation = self.explain(op, model, x, y, self._seed(op, model, y))
-            model.graph.outputs.append(op.Identity(explanation, _outputs=[name]))
+            output = op.Identity(explanation, _outputs=[name])
+            if self.is_additive:
+                ADDITIVE.set(output)
+            model.graph.outputs.append(output)
 
     def values(self, model: ir.Model) -> tuple[ir.Value, ir.Value]:
         """Return the value that explains, and the output."""
@@ -75,9 +81,8 @@ class Explanation(Pass):
         inputs = [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
         if self.input is None and len(inputs) != 1:
             names = ", ".join(map(name_of, inputs)) or "none"
-            raise GraphoptError(
-                f"input: expected one floating-point input, found {names}: name a value as input"
-            )
+            instead = of_embeddings(model.graph.inputs) or ": name a value as input"
+            raise GraphoptError(f"input: expected one floating-point input, found {names}{instead}")
         x = inputs[0] if self.input is None else floating_value(model, self.input, "input")
         if not between(model.graph, [y], [x]):
             raise GraphoptError(
@@ -187,6 +192,8 @@ class IntegratedGradients(Explanation):
 
     steps: int = within("[1, 10000]", 50)
     baseline: float = within("(-inf, inf)", 0.0)
+
+    is_additive = True
 
     def explain(self, op: Emitter, model: ir.Model, x: ir.Value, y: ir.Value, seed: ir.Value) -> ir.Value:
         nodes, way = _nodes(model, y), x - self.baseline

@@ -201,6 +201,17 @@ MUTANTS = [
         ("hostile", "begin > end || end > size - 8 - header", "begin > end"),
     ),
     *of(
+        "passes/differentiate.py",
+        "derivatives",
+        ("jacobian_is", "perm=[1, 0, *range(2, rank(x) + 1)]", "perm=[0, 1, *range(2, rank(x) + 1)]"),
+        (
+            "forward_pass",
+            "_gradients(op, graph, y, seed, wrt, zero=True)",
+            "[zeros(op, elsewhere(op, between(graph, [y], wrt), {})[y])] + _gradients(op, graph, y, seed, wrt)[1:]",
+        ),
+        ("no_rows", "op.Concat([-1], op.shape_of(y, 1), axis=0)), y)", "op.shape_of(y)), y)"),
+    ),
+    *of(
         "passes/prune.py",
         "prune",
         (

@@ -52,6 +52,12 @@ def test_steps_with_adapters_are_timed(monkeypatch):
     assert shares == sorted(shares)
 
 
+@pytest.mark.exhaustive
+def test_memory_of_integrated_gradients_does_not_grow_with_their_steps(monkeypatch):
+    memory = benchmark("derivatives", monkeypatch).main(seconds=0.1)
+    assert memory[512] <= 1.05 * memory[8]
+
+
 @pytest.mark.slow
 def test_compiling_is_timed(monkeypatch):
     rows = benchmark("compile_time", monkeypatch).main("squeezenet")

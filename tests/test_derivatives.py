@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from builders import model
+from builders import mlp, model
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 from torch import nn
 
 import graphopt
@@ -30,6 +32,14 @@ class Recurrent(nn.Module):
         h = self.layer(self.pool(nn.functional.gelu(self.norm(self.conv(x)))))
         h, _ = self.cell(h.flatten(2))
         return self.head(self.drop(h[:, -1]))
+
+
+class Rows(CalibrationDataReader):
+    def __init__(self, x: np.ndarray) -> None:
+        self.left = [{"x": x}]
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return self.left.pop() if self.left else None
 
 
 class Attention(nn.Module):
@@ -93,6 +103,22 @@ def test_a_jacobian_is_that_of_pytorch(name: str, dynamo: bool, rows: int) -> No
         (found,) = graphopt.run(graph, {"x": x.numpy()}).values()
         scale = float(torch.stack(expected).abs().max())
         np.testing.assert_allclose(found, torch.stack(expected), rtol=0, atol=2e-6 * scale)
+
+
+def test_the_forward_pass_of_a_jacobian_runs_once() -> None:
+    graph = graphopt.jacobian(exported(NETWORKS["mlp"][0](), torch.randn(3, 12)), "x")
+    (loop,) = [node for node in graph.graph if node.op_type == "Scan"]
+    assert "Tanh" in {node.op_type for node in graph.graph}
+    assert "Tanh" not in {node.op_type for node in loop.attributes["body"].as_graph()}
+
+
+def test_a_batch_of_no_rows_has_derivatives_of_no_rows() -> None:
+    mlp = exported(NETWORKS["mlp"][0](), torch.randn(3, 12))
+    found = graphopt.run(graphopt.jacobian(mlp, "x"), {"x": np.zeros((0, 12), np.float32)})
+    assert found["y.jacobian.x"].shape == (0, 8, 12)
+    energy = exported(Energy(), torch.randn(3, 2, 3))
+    found = graphopt.run(graphopt.hessian(energy, "x"), {"x": np.zeros((0, 2, 3), np.float32)})
+    assert found["y.hessian.x"].shape == (0, 2, 3, 2, 3)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -264,3 +290,19 @@ def test_strings_that_are_left_out_have_a_warning() -> None:
     )
     with pytest.warns(UserWarning, match="strings, .* are left out of the new one: label"):
         assert [y.name for y in graphopt.grad(proto, "x").graph.outputs] == ["y", "y.grad.x"]
+
+
+def test_files_of_integers_have_the_gradients_of_their_floats_nearly(tmp_path: Path) -> None:
+    """Rounding passes gradients through; the range of a dynamic product depends on all rows."""
+    floats, x = mlp(), np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
+    onnx.save(floats, tmp_path / "floats.onnx")
+    static = tmp_path / "static.onnx"
+    for kind in QuantFormat:
+        quantize_static(tmp_path / "floats.onnx", static, Rows(x), quant_format=kind)
+        for derive in (graphopt.grad, graphopt.jacobian):
+            (found,) = graphopt.run(derive(static, "x", keep=False), {"x": x}).values()
+            (expected,) = graphopt.run(derive(floats, "x", keep=False), {"x": x}).values()
+            np.testing.assert_allclose(found, expected, rtol=0, atol=0.05 * abs(expected).max())
+    quantize_dynamic(tmp_path / "floats.onnx", tmp_path / "dynamic.onnx")
+    with pytest.raises(graphopt.GraphoptError, match=r"found 'y' of shape .*, of which this is not known"):
+        graphopt.jacobian(tmp_path / "dynamic.onnx", "x")

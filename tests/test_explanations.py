@@ -11,6 +11,31 @@ from torch import nn
 
 import graphopt
 import passes
+from graphopt import data
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(6), nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(self.first(x).relu(), 2)
+        return self.head((x + self.norm(self.second(x)).relu()).mean((2, 3)))
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norms, self.head = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(8)]), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = torch.cat([x, self.second(self.norms[0](x).relu())], 1)
+        x = nn.functional.avg_pool2d(self.norms[1](x).relu(), 2)
+        return self.head(nn.functional.max_pool2d(x, 4).flatten(1))
 
 
 class Images(nn.Module):
@@ -79,6 +104,23 @@ def test_gradients_and_their_integrals_are_those_of_pytorch(name: str, dynamo: b
             (found,) = graphopt.run(integrated, feeds).values()
             kinks = 2e-2 if name == "recurrent" else 5e-6  # places of MaxPool at which float32 decides
             np.testing.assert_allclose(found, expected, rtol=0, atol=kinks * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dynamo", [True, False], ids=["exporter", "torchscript"])
+@pytest.mark.parametrize("make", [Residual, Dense], ids=["residual", "dense"])
+def test_gradients_where_digits_have_equal_maxima_are_those_of_pytorch(
+    make: type[nn.Module], dynamo: bool
+) -> None:
+    torch.manual_seed(0)
+    module = make().eval()
+    digits = torch.tensor(np.asarray(data.digits().arrays["x"]))
+    graph = graphopt.explain(exported(module, digits[:3], dynamo), passes.Saliency(), keep=False)
+    for batch in range(1, 9):
+        x = digits[10 * batch : 11 * batch]
+        of = torch.arange(batch)
+        expected = slope(module, x, of)
+        (found,) = graphopt.run(graph, {"x": x.numpy(), "class": of.numpy()}).values()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
 def test_the_sum_of_integrated_gradients_is_the_difference_of_the_outputs() -> None:
@@ -222,6 +264,19 @@ def test_tokens_are_explained_by_their_embeddings_and_a_class_beyond_the_last_is
     graph = graphopt.explain(proto, passes.Saliency(input="rows"), keep=False)
     (found,) = graphopt.run(graph, {"token": np.array([1, 2]), "class": np.array([0, 9])}).values()
     np.testing.assert_array_equal(found, [[0, 2, 4], [1, 3, 5]])
+
+
+def test_tokens_alone_name_their_embedding() -> None:
+    proto = model(
+        "g (int64[N] token) => (float[N,2] y) { rows = Gather(table, token)\n y = MatMul(rows, w) }",
+        table=np.ones((5, 3)),
+        w=np.ones((3, 2)),
+    )
+    message = "expected .*floating-point input.*, found none: take the embedding's output 'rows'"
+    with pytest.raises(graphopt.GraphoptError, match=f"input: {message}"):
+        graphopt.explain(proto, passes.Saliency())
+    with pytest.raises(graphopt.GraphoptError, match=f"wrt: {message}"):
+        graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.Differentiate())(graphopt.load(proto))
 
 
 def test_an_attack_of_a_row_depends_on_no_other_row() -> None:

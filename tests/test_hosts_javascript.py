@@ -367,6 +367,16 @@ def test_the_page_trains_learns_drawn_and_photographed_digits_and_keeps_the_mode
         "then": "a.png: expected a picture that this browser reads.",
     }
     assert set(found["downloads"]) == {"inference.onnx", "state.safetensors"}
+    image, heat = (np.array(numbers, np.float32) for numbers in found["heat"])
+    feeds = {"x": image.reshape(1, 1, 8, 8) / 255, "class": np.array([3])}
+    explained = graphopt.explain(
+        tmp_path / "inference.onnx", passes.IntegratedGradients(steps=16), keep=False
+    )
+    (expected,) = graphopt.run(explained, feeds).values()
+    signed = heat[:, 3] * np.where(heat[:, 0] > heat[:, 2], 1, -1) / 255
+    # Pixels of the canvas have 8 bits, of which faint ones keep no color.
+    np.testing.assert_allclose(abs(signed), abs(expected.ravel()) / abs(expected).max(), atol=0.02)
+    assert (signed * expected.ravel())[abs(signed) > 0.1].min() > 0
 
 
 NODE = """
@@ -403,3 +413,38 @@ def test_a_graph_that_computes_another_type_or_shape_is_refused(tmp_path: Path) 
         assert found.startswith("GraphoptError: ") and "\n" not in found, (number, found)
         taken.add(found.partition("expected")[2][:12])
     assert len(taken) > 3
+
+
+IN_NODE = """
+import * as ort from "onnxruntime-node";
+const feeds = {};
+for (const [name, { type, dims, data }] of Object.entries(JSON.parse(process.argv[2]))) {
+  const values = type === "int64" ? BigInt64Array.from(data, BigInt) : Float32Array.from(data);
+  feeds[name] = new ort.Tensor(type, values, dims);
+}
+const session = await ort.InferenceSession.create(process.argv[1]);
+const fed = Object.fromEntries(session.inputNames.map((name) => [name, feeds[name]]));
+console.log(JSON.stringify(Object.values(await session.run(fed)).map(({ data }) => [...data])));
+"""
+
+
+@pytest.mark.slow
+def test_derivatives_and_explanations_run_in_node_as_in_python(tmp_path: Path) -> None:
+    network = graphopt.models.cnn((1, 8, 8), 3)
+    files = [
+        graphopt.grad(network, "x", keep=False),
+        graphopt.jacobian(network, "x", keep=False),
+        graphopt.explain(network, passes.GradCAM(), keep=False),
+        graphopt.explain(network, passes.IntegratedGradients(steps=4), keep=False),
+    ]
+    feeds = {"x": np.random.default_rng(0).random((2, 1, 8, 8), np.float32), "class": np.array([-1, 2])}
+    said = {name: described(x) for name, x in feeds.items()}
+    for number, file in enumerate(files):
+        graphopt.save(file, path := tmp_path / f"{number}.onnx")
+        words = ["node", "--input-type=module", "-e", IN_NODE, path, json.dumps(said)]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS, check=True)
+        (found,) = json.loads(done.stdout)
+        (expected,) = graphopt.run(
+            path, {name: feeds[name] for name in list(feeds)[: 1 + (number > 1)]}
+        ).values()
+        np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4, atol=1e-6)

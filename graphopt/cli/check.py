@@ -36,12 +36,12 @@ def write_check(recipe: Recipe, folder: Path) -> None:
     named = recipe.fields["executor"].get("verify")
     verify: Literal["first", "full"] = "first" if named == "first" else "full"
     threads = recipe.fields["executor"].get("threads")
-    if _says(recipe, "data") or recipe.fields["model"] in recipe.fields["models"]:
+    if says(recipe, "data") or recipe.fields["model"] in recipe.fields["models"]:
         step = recipe.compile()
         table = check(step, first_rows(recipe, step), verify=verify, threads=threads)
     else:
         steps: dict[str, Any] = {**recipe.described, "rules": recipe.described.rules}
-        if not _says(recipe, "loss"):
+        if not says(recipe, "loss"):
             steps.pop("loss", None)
         table = check(recipe.model(), verify=verify, threads=threads, **steps)
     say(console, "model", str(recipe.fields["model"]))
@@ -55,7 +55,7 @@ def write_check(recipe: Recipe, folder: Path) -> None:
         )
 
 
-def _says(recipe: Recipe, group: str) -> bool:
+def says(recipe: Recipe, group: str) -> bool:
     """Return whether the command line names a field of a group."""
     keys = (item.lstrip("+~").partition("=")[0] for item in recipe.command_line.said)
     return any(key == group or key.startswith(f"{group}.") for key in keys)

@@ -40,6 +40,7 @@ from graphopt.cli.composition.hydra_config import (
 from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.composition.record import HYDRA, write_record
 from graphopt.cli.doctor import DOCTOR, examine
+from graphopt.cli.explanation import shows_rows, write_explanations
 from graphopt.cli.generation import write_text
 from graphopt.cli.help import help_page, help_page_of_tune
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
@@ -397,15 +398,16 @@ def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
 
 
 def _derive(recipe: Recipe, folder: Path, console: Console) -> str:
-    """Write derived.onnx or explained.onnx."""
+    """Write derived.onnx, or explained.onnx and a page about rows that the command names."""
     _check_no_resume(recipe)
     run = recipe.fields["run"]
     model, name = recipe.derived(run), {"derive": "derived.onnx", "explain": "explained.onnx"}[run]
+    page = f", {write_explanations(recipe, model, folder)}" if run == "explain" and shows_rows(recipe) else ""
     save(model, folder / name)
     for what, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
         for value in values:
             say(console, what, f"{value.name} {value.dtype}{value.shape}")
-    return f"{name} {size(model)} nodes"
+    return f"{name} {size(model)} nodes{page}"
 
 
 def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:

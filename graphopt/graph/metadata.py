@@ -92,6 +92,7 @@ LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON;
 ADAPTER = Flag("graphopt.is_of_adapter")
 # A weight that is 1 more in the file than in its module, as of Gemma's norms
 ADDS_ONE = Flag("graphopt.adds_one")
+ADDITIVE = Flag("graphopt.additive")  # an explanation whose elements sum to a difference of outputs
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 # A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file

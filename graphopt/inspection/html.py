@@ -130,23 +130,25 @@ def confusion(corner: str, names: Sequence[str], counts: Sequence[Sequence[int]]
     )
 
 
-def pictures(examples: Iterable[tuple[np.ndarray, str, Sequence[str]]]) -> str:
+def pictures(examples: Iterable[tuple[np.ndarray, str, Sequence[str]]], longest: int = _PICTURE) -> str:
     """Return pictures with a title and remarks each; see `picture` for the numbers."""
+    large = " large" if longest > _PICTURE else ""
     parts = (
-        f'<figure><img src="{picture(pixels)}" alt=""><figcaption><b>{escape(title)}</b>'
+        f'<figure><img src="{picture(pixels, longest)}" alt=""><figcaption><b>{escape(title)}</b>'
         f"{''.join(f'<span>{escape(remark)}</span>' for remark in remarks)}</figcaption></figure>"
         for pixels, title, remarks in examples
     )
-    return f'<div class="pictures">{"".join(parts)}</div>\n'
+    return f'<div class="pictures{large}">{"".join(parts)}</div>\n'
 
 
-def picture(pixels: np.ndarray) -> str:
+def picture(pixels: np.ndarray, longest: int = _PICTURE) -> str:
     """Return the address of a small PNG that contains the picture itself.
 
     Args:
         pixels: numbers from 0 to 1 in [height, width, 1 or 3]; large pictures become smaller.
+        longest: the most pixels of a side.
     """
-    every = -(-max(pixels.shape[:2]) // _PICTURE)
+    every = -(-max(pixels.shape[:2]) // longest)
     height, width = (max(side // every, 1) for side in pixels.shape[:2])
     parts = pixels[: height * every, : width * every].reshape(
         height, -1, width, min(every, pixels.shape[1]), pixels.shape[2]
@@ -160,6 +162,25 @@ def picture(pixels: np.ndarray) -> str:
         for name, body in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
     )
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def bars(rows: Iterable[tuple[str, str, float]]) -> str:
+    """Return a table of names and texts, with a bar each, from -1 to 1."""
+    parts = (
+        f'<tr><td>{escape(name)}</td><td>{escape(text)}</td><td class="bar {"less" if x < 0 else "more"}" '
+        f'style="--from:{min(50, 50 + 50 * x):.1f}%;--to:{max(50, 50 + 50 * x):.1f}%"></td></tr>\n'
+        for name, text, x in rows
+    )
+    return _wide(f"<table><tbody>\n{''.join(parts)}</tbody></table>")
+
+
+def marked_words(words: Iterable[tuple[str, float]]) -> str:
+    """Return a text whose words have colors, as strong as a number from -1 to 1."""
+    parts = (
+        f'<span class="{"less" if x < 0 else "more"}" style="--share:{_DARKEST * abs(x):.2f}">{escape(word)}</span>'
+        for word, x in words
+    )
+    return f'<p class="words">{" ".join(parts)}</p>\n'
 
 
 def details(title: str, lines: str) -> str:

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 
 import graphopt
 import graphopt.models
@@ -38,6 +40,7 @@ def main(site: Path = HERE / "site") -> None:
         optimizer=passes.AdamW(learning_rate=2e-3),
     )
     graphopt.export_hosts(step, site / "host")
+    write_explained(site / "host")
     write_digits(site)
     for path in [*(HERE / name for name in PAGE), *PACKAGE.glob("*.js")]:
         shutil.copy(path, site)
@@ -46,6 +49,18 @@ def main(site: Path = HERE / "site") -> None:
         for path in RUNTIME.glob(pattern):
             shutil.copy(path, site / "onnxruntime")
     print(f"{site}: {sum(path.stat().st_size for path in site.rglob('*') if path.is_file()) / 1e6:.1f} MB")
+
+
+def write_explained(host: Path) -> None:
+    """Write a graph that shows where the network looks; as inference.onnx, it reads the weights of a checkpoint."""
+    trained = onnx.load(host / "inference.onnx", load_external_data=False)
+    stored = {tensor.name: tensor for tensor in trained.graph.initializer if tensor.external_data}
+    explanation = passes.IntegratedGradients(steps=16)
+    explained = ir.to_proto(graphopt.explain(host / "inference.onnx", explanation, keep=False))
+    for tensor in explained.graph.initializer:
+        if tensor.name in stored:
+            tensor.CopyFrom(stored[tensor.name])
+    (host / "explained.onnx").write_bytes(explained.SerializeToString())
 
 
 def write_digits(site: Path) -> None:

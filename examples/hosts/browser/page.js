@@ -9,6 +9,10 @@ const MEASURED = 20; // the steps between two measurements of accuracy
 const PERSONAL = 20; // the steps after each drawn digit
 const PIXELS = 64;
 const NAME = "digits";
+const [ORANGE, BLUE] = [
+  [255, 120, 40],
+  [60, 140, 255],
+];
 
 const at = (id) => document.getElementById(id);
 const history = { losses: [], accuracies: [] };
@@ -374,6 +378,17 @@ function drawing() {
   });
 }
 
+/** Return a number for each pixel: how much it speaks for the predicted digit. */
+async function explain(image) {
+  const session = await ort.InferenceSession.create(new URL("./host/explained.onnx", import.meta.url).href, {
+    externalData: [{ path: trainer.host.files.state, data: await trainer.save() }], // the weights of now
+  });
+  const feeds = { x: new ort.Tensor("float32", image, [1, 1, 8, 8]), class: new ort.Tensor("int64", [-1n], [1]) };
+  const [explanation] = Object.values(await session.run(feeds));
+  await session.release();
+  return explanation.data;
+}
+
 /** Show what the network takes the drawing for. */
 async function predictDrawing() {
   const image = drawing();
@@ -384,6 +399,7 @@ async function predictDrawing() {
     bar.className = i === best ? "best" : "";
     bar.firstChild.style.height = `${78 * shares[i]}%`;
   });
+  showHeat(image && (await explain(image)));
 }
 
 function softmax(scores) {
@@ -397,6 +413,15 @@ function showSeen(image) {
   const paper = at("seen").getContext("2d");
   const pixels = paper.createImageData(8, 8);
   image.forEach((value, i) => pixels.data.set([255, 255, 255, 255 * value], 4 * i));
+  paper.putImageData(pixels, 0, 0);
+}
+
+/** Color the pad: orange speaks for the predicted digit, and blue against it. */
+function showHeat(numbers) {
+  const paper = at("heat").getContext("2d");
+  const pixels = paper.createImageData(8, 8);
+  const most = Math.max(...(numbers ?? []).map(Math.abs)) || 1;
+  numbers?.forEach((x, i) => pixels.data.set([...(x < 0 ? BLUE : ORANGE), (255 * Math.abs(x)) / most], 4 * i));
   paper.putImageData(pixels, 0, 0);
 }
 

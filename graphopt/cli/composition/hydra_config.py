@@ -58,7 +58,7 @@ _FIELDS_OF = {  # and the verbs that use them
     "hosts": ("hosts",),
     "predictions": ("predict",),
     "prompt": ("generate",),
-    "rows": ("evaluate", "predict", "calibrate"),
+    "rows": ("evaluate", "explain", "predict", "calibrate"),
     "time": ("report",),
     "sensitivity": ("report",),
 }

@@ -79,8 +79,8 @@ class RecipeFields:
         recipe: the folder of a run whose recipe to take, for a new run
         predictions: the file that run=predict writes in the folder: .npz, .csv or .parquet
         prompt: the text that run=generate continues; -: from the input; null: the model starts a text
-        rows: of a run's own data, for run=evaluate, run=calibrate and run=predict: all, held_out or trained; null:
-            held_out to evaluate or calibrate a run that held rows out, otherwise all
+        rows: of a run's own data, for run=evaluate, run=calibrate, run=explain and run=predict: all, held_out or
+            trained; null: held_out to evaluate or calibrate a run that held rows out, otherwise all
         form: what run=export writes: merged, slots, peft, gguf, or small, without the channels that are 0
         base_name: of run=export form=peft: the name of the base, such as Qwen/Qwen3-0.6B; null: that in config.json
         time: of run=report: also compile kernels, and time a step with them and without

@@ -122,7 +122,7 @@ def _sections(run: Run, found: _Predictions, of: str, rows: str) -> Iterator[str
     expected = np.concatenate([batch.target for batch in found.batches])
     labels = np.unique([*np.unique(expected), *np.unique(predicted)])
     has_matrix = not found.is_regression and len(labels) <= _MOST_CLASSES
-    has_pictures = bool(found.worst) and _image_of(found.worst[0]) is not None
+    has_pictures = bool(found.worst) and image_of(found.worst[0].inputs) is not None
     half = has_matrix and has_pictures and len(labels) <= _MOST_BESIDE
     if found.is_regression:
         yield html.section(f"Predictions{of} on {rows}", html.charts(_residuals(predicted, expected)))
@@ -172,7 +172,7 @@ def _confusion(
 
 def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
     """Return pictures, if an input is one, or a table of the inputs' numbers."""
-    images = [_image_of(example) for example in worst]
+    images = [image_of(example.inputs) for example in worst]
     if all(image is not None for image in images):
         pixels = np.concatenate([np.ravel(image) for image in images])  # type: ignore[arg-type]
         low, spread = float(pixels.min()), float(np.ptp(pixels)) or 1.0
@@ -211,9 +211,9 @@ def _row_label(example: _Example, run: Run) -> str:
     return f"row {_row_number(example, run)}"
 
 
-def _image_of(example: _Example) -> np.ndarray | None:
-    """Return the first input that is a picture, as [height, width, 1 or 3]."""
-    for array in example.inputs.values():
+def image_of(inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Return the first input of a row that is a picture, as [height, width, 1 or 3]."""
+    for array in inputs.values():
         if array.ndim == 3 and array.dtype.kind in "fui" and np.isfinite(array).all():
             for image in (np.moveaxis(array, 0, -1), array):
                 if image.shape[-1] in (1, 3) and min(image.shape[:2]) >= _LEAST_SIDE:

@@ -1,5 +1,6 @@
 /** Use the page as a visitor does, and print what it shows: node in_page.js SITE [SCREENSHOT.png] */
 
+import { join } from "node:path";
 import { browser, serve } from "./browser.js";
 
 const THREE = "30,22 42,13 58,13 68,23 66,36 56,45 44,48 58,52 70,62 70,76 58,87 42,87 29,78"; // percent of the pad
@@ -10,8 +11,12 @@ const chromium = await browser();
 const page = await chromium.newPage({ viewport: { width: 1240, height: 900 } });
 const errors = [];
 const downloads = [];
+const saved = [];
 page.on("pageerror", (error) => errors.push(error.message));
-page.on("download", (download) => downloads.push(download.suggestedFilename()));
+page.on("download", (download) => {
+  downloads.push(download.suggestedFilename());
+  saved.push(download.saveAs(join(site, "..", download.suggestedFilename())));
+});
 const idle = () => page.waitForFunction(() => !document.getElementById("reset").disabled, null, { timeout: 120000 });
 const shown = (id) => page.textContent(`#${id}`);
 
@@ -39,6 +44,7 @@ if (screenshot) await page.screenshot({ path: screenshot });
 await page.click("#store");
 await idle();
 const kept = await shown("accuracy");
+const heat = [await seen(), await pixels("heat")]; // by the weights that are downloaded
 await page.click("#download");
 await idle();
 await page.click("#reset");
@@ -48,6 +54,7 @@ await page.click("#restore");
 await idle();
 await page.waitForTimeout(500); // downloads come late
 const restored = await shown("accuracy");
+await Promise.all(saved);
 await page.setInputFiles("#pictures", [
   await photograph(),
   { name: "a.png", mimeType: "image/png", buffer: Buffer.from("none") },
@@ -59,14 +66,19 @@ await idle();
 photographed.then = await shown("status");
 await chromium.close();
 server.close();
-console.log(JSON.stringify({ before, trained, learned, best, kept, reset, restored, photographed, downloads, errors }));
+console.log(JSON.stringify({ before, trained, learned, best, kept, reset, restored, photographed, heat, downloads, errors }));
 
 /** Return the 64 pixels that the network sees. */
-function seen() {
-  return page.evaluate(() => {
-    const { data } = document.getElementById("seen").getContext("2d").getImageData(0, 0, 8, 8);
-    return Array.from({ length: 64 }, (_, i) => data[4 * i + 3]);
-  });
+async function seen() {
+  return (await pixels("seen")).map(([, , , opacity]) => opacity);
+}
+
+/** Return the 64 pixels of a small canvas. */
+function pixels(id) {
+  return page.evaluate((id) => {
+    const { data } = document.getElementById(id).getContext("2d").getImageData(0, 0, 8, 8);
+    return Array.from({ length: 64 }, (_, i) => [...data.subarray(4 * i, 4 * i + 4)]);
+  }, id);
 }
 
 /** Return a picture of a 3 in dark ink on paper that is brighter on one side. */
