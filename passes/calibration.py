@@ -159,8 +159,7 @@ class Calibration(Learning):
 
     >>> class PerClass(passes.VectorScaling):  # without biases
     ...     has_bias = False
-    >>> rows = graphopt.data.digits()
-    >>> calibrated = graphopt.calibrate(models.mlp((1, 8, 8), 10), rows, PerClass())
+    >>> scaled = PerClass(scale=(0.5,) * 10)(graphopt.load(models.mlp((1, 8, 8), 10))).model
     """
 
     per_class: ClassVar[bool] = False
@@ -201,8 +200,13 @@ class Calibration(Learning):
         found = _most_likely(z, numbers, z.shape[1] if self.per_class else 1, self.has_bias)
         if found is None:
             raise GraphoptError(
-                f"{type(self).__name__}: expected rows with mistakes, by which the best scale is finite and positive, "
+                f"{type(self).__name__}: expected rows with mistakes, by which the best scale is finite, "
                 f"found {len(z)} rows without: take more rows, none of which trained"
+            )
+        if not self.per_class and found[0] <= 0:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected larger logits of the right classes, found a best scale of "
+                f"{found[0].item():.3g}: train the model before, or look at the order of its classes"
             )
         learnt: _Own = self.learnt(*found)
         return learnt
@@ -240,7 +244,7 @@ class Temperature(Calibration):
     Args:
         log_temperature: the logarithm of the temperature; None learns it.
 
-    >>> calibrated = graphopt.calibrate(models.mlp((1, 8, 8), 10), graphopt.data.digits(), passes.Temperature())
+    >>> calibrated = passes.Temperature(0.5)(graphopt.load(models.mlp((1, 8, 8), 10))).model
     >>> [name for name in calibrated.graph.initializers if "temperature" in name]
     ['y.log_temperature']
     """
@@ -276,7 +280,7 @@ class VectorScaling(Calibration):
         scale: the factor of each class; None learns it.
         bias: the summand of each class.
 
-    >>> calibrated = graphopt.calibrate(models.mlp((1, 8, 8), 10), graphopt.data.digits(), passes.VectorScaling())
+    >>> calibrated = passes.VectorScaling((0.5,) * 10)(graphopt.load(models.mlp((1, 8, 8), 10))).model
     """
 
     scale: tuple[float, ...] | None = field(default=None, repr=False)
@@ -314,8 +318,7 @@ class Platt(Calibration):
         scale: the factor; None learns it.
         bias: the summand.
 
-    >>> rows = {"x": numpy.float32([[-2], [-1], [1], [2]]), "target": numpy.array([0, 1, 0, 1])}
-    >>> calibrated = graphopt.calibrate(models.mlp((1,), 1), rows, passes.Platt())
+    >>> calibrated = passes.Platt(scale=0.5)(graphopt.load(models.mlp((4,), 1))).model
     """
 
     scale: float | None = None
@@ -385,8 +388,7 @@ def _most_likely(
         if np.abs(gradient).max() < _GRADIENT or size <= 1e-10:
             break
         x = x + size * step
-    certain = loss(x) < _CERTAIN
-    return None if certain or (scales == 1 and x[0] <= 0) else (x[:scales], x[scales:])
+    return None if loss(x) < _CERTAIN else (x[:scales], x[scales:])
 
 
 def _solved(times: Callable[[np.ndarray], np.ndarray], b: np.ndarray) -> np.ndarray:

@@ -137,7 +137,7 @@ def test_platts_line_is_that_of_scipy_for_every_form_of_the_output(form: str) ->
         if two
         else expit(w[0] * x + w[1])
     )
-    rate = {"sigmoid": found, "rates": found[:, 1:]}.get(form, expit(found))
+    rate = found[:, 1:] if two else found if form == "sigmoid" else expit(found)
     np.testing.assert_allclose(rate.reshape(-1), expected, atol=1e-4)
 
 
@@ -210,7 +210,7 @@ def test_sets_are_those_of_the_formula(score: str, alpha: float, by_class: bool)
     expected = scores[500:] <= most
     near = np.abs(scores[500:] - most) < 1e-6
     assert (found["set"] == expected)[~near].all()
-    assert near.sum() <= 2
+    assert near.sum() <= 2 or score == "raps"  # the least likely classes of all rows have equal scores
     covered = found["set"][np.arange(500), data["target"][500:]].mean()
     assert covered > 1 - alpha - 0.05
 
@@ -313,6 +313,12 @@ IMAGES = "g (float[N,5] x) => (float[N,5,1] y) { a = Constant<value_ints = [2]>(
             {**rows(), "target": rows()["x"].argmax(1)},
             passes.Temperature(),
             "expected rows with mistakes",
+        ),
+        (
+            LOGITS,
+            {**rows(), "target": rows()["x"].argmin(1)},
+            passes.Temperature(),
+            "expected larger logits of the right classes, found a best scale of -",
         ),
         (
             LOGITS,

@@ -32,7 +32,10 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
 
     >>> from graphopt import models
     >>> rows = graphopt.data.digits()
-    >>> sure = graphopt.calibrate(models.mlp((1, 8, 8), 10), rows, passes.Temperature(), passes.PredictionSet(0.1))
+    >>> step = graphopt.compile(models.mlp((1, 8, 8), 10), loss=passes.CrossEntropy(), optimizer=passes.Adam(1e-3))
+    >>> executor = graphopt.Executor(step)
+    >>> _ = graphopt.fit(executor, rows, epochs=1)
+    >>> sure = graphopt.calibrate(executor.trained(), rows, passes.Temperature(), passes.PredictionSet(0.1))
     >>> [output.name for output in sure.graph.outputs]
     ['y', 'probability', 'set']
     """
