@@ -316,7 +316,7 @@ IMAGES = "g (float[N,5] x) => (float[N,5,1] y) { a = Constant<value_ints = [2]>(
         ),
         (
             LOGITS,
-            {**rows(), "target": rows()["x"].argmin(1)},
+            {**rows(), "target": np.where(np.arange(400) % 4, rows()["x"].argmin(1), rows()["target"])},
             passes.Temperature(),
             "expected larger logits of the right classes, found a best scale of -",
         ),
