@@ -45,8 +45,8 @@ def epsilon(rows: int, batch_size: int, steps: int, multiplier: float, delta: fl
     if not multiplier:
         return math.inf
     try:
-        import dp_accounting  # type: ignore[import-untyped]
-        from dp_accounting.pld import PLDAccountant  # type: ignore[import-untyped]
+        import dp_accounting
+        from dp_accounting.pld import PLDAccountant
     except ImportError as error:
         raise GraphoptError(
             f"privacy: expected dp-accounting, found: {error}: pip install 'graphopt[privacy]'"
