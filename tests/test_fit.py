@@ -147,7 +147,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], error: str) -> None
 
 
 def test_an_executor_that_reports_nothing_makes_no_records() -> None:
-    silent = graphopt.Executor(executor().model, threads=1, report=[])
+    silent = executor(report=[])
     with pytest.raises(graphopt.GraphoptError, match=r"^report: expected an executor that reports its loss"):
         fit(silent, DATA)
 
