@@ -192,8 +192,8 @@ def places_of_rows(
             continue
         if node.op_type == "Reshape" and read[-1] in sizes:
             read = read[:1]
-        is_whole = lengths.get(read[0], 1) == 1
-        if node.op_type == "Reshape" and is_whole and (dims := _leading(node, axes, merged)):
+        batch = dims_of(inputs[0])[0] if inputs else 1
+        if node.op_type == "Reshape" and (dims := _leading(node, axes, lengths, merged, batch)):
             if node.inputs[0] in merged:
                 axes[node.outputs[0]], lengths[node.outputs[0]] = len(dims) - 1, 1
             else:
@@ -208,15 +208,26 @@ def places_of_rows(
     return Rows(axes, lengths, merged, fixed | sizes)
 
 
-def _leading(node: ir.Node, axes: Axes, merged: Mapping[ir.Value, Dims]) -> Dims:
-    """Return the axes up to that of rows that a Reshape merges into its first axis, or restores; () of others."""
+def _leading(
+    node: ir.Node,
+    axes: Axes,
+    lengths: Mapping[ir.Value, int],
+    merged: Mapping[ir.Value, Dims],
+    batch: int | ir.SymbolicDim,
+) -> Dims:
+    """Return the axes up to that of rows that a Reshape merges into its first axis, or restores; () of others.
+
+    What a block holds beside a row, such as the heads of attention, stands behind the row then.
+    """
     x, y = given(node.inputs[0]), node.outputs[0]
     if x in merged:
         return merged[x] if dims_of(y)[: len(merged[x])] == merged[x] else ()
-    axis = axes.get(x, 0)
-    rests = dims_of(x)[axis + 1 :], dims_of(y)[1:]
-    is_whole = all(isinstance(dim, int) for rest in rests for dim in rest)
-    return dims_of(x)[: axis + 1] if axis and is_whole and math.prod(rests[0]) == math.prod(rests[1]) else ()
+    axis, length = axes.get(x, 0), lengths.get(x, 1)
+    rests = (length, *dims_of(x)[axis + 1 :]), dims_of(y)[1:]
+    if not axis or not all(isinstance(dim, int) for rest in rests for dim in rest):
+        return ()
+    leading = (*dims_of(x)[:axis], dims_of(x)[axis] if length == 1 else batch)
+    return leading if math.prod(rests[0]) == math.prod(rests[1]) else ()
 
 
 def _is_of_first(node: ir.Node, x: ir.Value) -> bool:

@@ -13,6 +13,7 @@ import types
 import typing
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +57,18 @@ def log_files_are_closed() -> Iterator[None]:
         if isinstance(handler, logging.FileHandler) and handler not in before:
             logging.root.removeHandler(handler)
             handler.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def absl_keeps_no_stream_of_pytest() -> None:
+    """Let absl, which dp-accounting, grain and optax import, write to the process's standard error.
+
+    It keeps the one of its import, pytest's, and closes it when Hydra configures logging: all later tests fail.
+    """
+    with suppress(ImportError):
+        import absl.logging
+
+        absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
 @pytest.fixture

@@ -44,7 +44,23 @@ def attention() -> torch.nn.Module:
     ).eval()
 
 
-NETWORKS = {"convolutions": convolutions, "attention": attention}
+class Token(torch.nn.Module):
+    """Put a class token before the patches, whose sizes are read from the patches, as timm's transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.token = torch.nn.Conv2d(3, 8, 4, stride=4), torch.nn.Parameter(torch.randn(1, 1, 8))
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = torch.nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = self.patch(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(patches.shape[0], -1, -1), patches], dim=1)
+        return self.head(self.layer(tokens)[:, 0])
+
+
+NETWORKS = {"convolutions": convolutions, "attention": attention, "token": lambda: Token().eval()}
 
 
 def exported(network: torch.nn.Module, exporter: str = "dynamo") -> object:

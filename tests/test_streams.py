@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -403,9 +402,6 @@ def test_pytorch_s_loader() -> None:
 @pytest.mark.slow
 def test_grain_s_data_set(tmp_path: Path, step: int | None) -> None:
     grain = pytest.importorskip("grain")
-    handler = pytest.importorskip("absl.logging").get_absl_handler()
-    # It closes any other, such as pytest's, when Hydra sets up logging.
-    handler.python_handler.stream = sys.__stderr__
 
     def data() -> Any:
         rows = grain.MapDataset.source([{n: a[i] for n, a in DATA.items()} for i in range(len(X))])

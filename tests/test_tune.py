@@ -15,10 +15,11 @@ import onnx
 import onnx_ir as ir
 import PIL.Image
 import pytest
+import skl2onnx
 import soundfile
 import torch
 from sklearn.datasets import load_digits
-from sklearn.linear_model import RidgeClassifier
+from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import LeaveOneOut, cross_val_predict
 
 import graphopt
@@ -381,6 +382,24 @@ def test_a_table_of_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert lines_said["head"] == "2 new classes in place of 4"
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(record["accuracy"] for record in records) > 0.85
+
+
+@pytest.mark.parametrize("target", [[0, 1, 2], ["a", "b", "c"]], ids=["numbers", "names"])
+def test_a_classifier_of_scikit_learn_keeps_its_classes(
+    target: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file declares no sizes of probabilities, in dictionaries, which training reads as an array."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(90, 2)).astype(np.float32).round(3)
+    y = np.digitize(x.sum(axis=1), [-0.5, 0.5])
+    onx = skl2onnx.to_onnx(LogisticRegression().fit(x, y), x[:1])
+    (tmp_path / "t.onnx").write_bytes(onx.SerializeToString())
+    rows = [f"{a},{b},{target[c]}" for (a, b), c in zip(x, y, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,target", *rows]))
+    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", f"folder={tmp_path / 'run'}", "fit.epochs=2")
+    assert said(capsys)["head"] == "3 classes, as in the file"
+    assert "from_logits: false" in (tmp_path / "run" / "config.yaml").read_text()
+    assert final_accuracy(tmp_path / "run") > 0.9
 
 
 @pytest.mark.parametrize(("mistaken", "expected"), [(12, "unit"), (8, "unit"), (0, "bytes")])

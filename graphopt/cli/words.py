@@ -72,6 +72,13 @@ def with_folders(words: Sequence[str]) -> list[str]:
             before in _OF_RUNS and "=" not in word and os.path.isdir(word) and not is_model_folder(Path(word))
         )
 
+    runs = [word for word in words if "=" not in word and os.path.isdir(word)]
+    if "compare" in words and len(runs) > 1:
+        above = os.path.relpath(os.path.commonpath(list(map(os.path.abspath, runs))))
+        raise GraphoptError(
+            f"compare: expected one folder, whose runs are compared, found {', '.join(runs)}: name the one above them, "
+            f"graphopt compare {above}"
+        )
     return [
         f"folder={QuotedString(word, Quote.single).with_quotes()}" if is_run(before, word) else word
         for before, word in zip(["", *words], words, strict=False)

@@ -217,7 +217,9 @@ def _stored(value: ir.Value, moves: Moves = ()) -> np.ndarray:
 
 def _advice(target: AdapterTarget | None) -> str:
     """Return what to do about a target that a head cannot replace."""
-    if target is None or not target.source.quantized:
+    if target is None:
+        return ": name an output of classes by output, or train the layers of the file without a head"
+    if not target.source.quantized:
         return ""
     return f" of packed weights: leave them out of quantize, by leave_out={target.name!r}"
 

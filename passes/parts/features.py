@@ -46,10 +46,11 @@ def cut_features(model: ir.Model) -> tuple[ir.Model, ir.Model]:
             "cache_features: expected frozen layers before those that train, found none that treat each row by itself: "
             "freeze some, for example by adapter=passes.Head(), or leave it out"
         )
-    frozen = extract_part(model, data, features)
     rest = extract_part(model, [*features, *model.graph.inputs], list(model.graph.outputs))
     for x in rest.graph.inputs[: len(features)]:
         set_role(x, Role.DATA)
-    remove_unused_inputs(frozen)
     remove_unused_inputs(rest)
+    read = {x.name for x in rest.graph.inputs}
+    frozen = extract_part(model, data, [y for y in features if y.name in read])
+    remove_unused_inputs(frozen)
     return frozen, rest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,6 @@ import pytest
 import torch
 
 optax = pytest.importorskip("optax")
-absl_logging = pytest.importorskip("absl.logging")  # optax imports it
-# It keeps the standard error of its first import, which is pytest's, and closes it when Hydra configures logging.
-absl_logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 schedulefree = pytest.importorskip("schedulefree")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")

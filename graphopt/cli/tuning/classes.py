@@ -85,7 +85,7 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     Raises:
         GraphoptError: the model predicts each label by itself, so that its outputs are no classes.
     """
-    output = _output(passes.Normalize()(model.clone()).model, proposed.said.get("adapter.output"))
+    output = first_output(model, proposed.said.get("adapter.output"))
     size = dims_of(output)[-1] if output is not None and output.shape else None
     operator = propose_logits(proposed, output)
     if isinstance(size, int) and len(names) != size:
@@ -147,7 +147,8 @@ def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _output(model: ir.Model, name: str | None) -> ir.Value | None:
-    """Return the floating-point output of a name, or the first one."""
+def first_output(model: ir.Model, name: str | None) -> ir.Value | None:
+    """Return the floating-point output of a name, or the first one, of a model as it trains."""
+    model = passes.Normalize()(model.clone()).model
     outputs = [y for y in model.graph.outputs if is_floating(y) and name in (None, y.name)]
     return outputs[0] if outputs else None

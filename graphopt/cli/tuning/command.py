@@ -23,6 +23,7 @@ from graphopt.cli.composition.expansion import read_config
 from graphopt.cli.composition.record import mapping, select
 from graphopt.cli.messages import say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT, final_record
+from graphopt.cli.tuning.classes import first_output, propose_logits
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
 from graphopt.cli.tuning.proposal import HEAD_RATE, VALIDATION_LOSS, Proposal, listed, quoted
@@ -37,7 +38,7 @@ from graphopt.errors import GraphoptError, some
 from graphopt.files import json_of
 from graphopt.graph.loading import load
 from graphopt.graph.model_folders import model_in
-from graphopt.graph.values import dims_of, is_floating, name_of
+from graphopt.graph.values import dims_of, name_of
 from graphopt.graph.weight_kinds import EMBEDDING
 from graphopt.inspection.words import label_of, measure_text
 from graphopt.training.callbacks.logs import read_json_lines
@@ -152,13 +153,14 @@ def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
     rows = read(str(data), **({} if is_archive else {"target": target, **options}))
     if TARGET not in rows.arrays:
         raise GraphoptError(f"{TUNE}: {data}: expected an array {TARGET!r}, found {', '.join(rows.arrays)}")
-    targets, outputs = rows.arrays[TARGET][:], [y for y in model.graph.outputs if is_floating(y)]
-    width = dims_of(outputs[0])[-1] if len(outputs) == 1 and outputs[0].shape else None
+    targets, output = rows.arrays[TARGET][:], first_output(model, said.get("adapter.output"))
+    width = dims_of(output)[-1] if output is not None and output.shape else None
     is_whole = targets.ndim == 1 and bool(np.all(targets == np.round(targets)))
     is_classes = rows.labels is not None or (is_whole and width not in (1, None))
     proposed.fields["loss"] = "cross_entropy" if is_classes else "mean_squared_error"
     proposed.lines["data"] = f"{data}: {len(rows)} rows, target {target!r}"
     if is_classes:
+        propose_logits(proposed, output)
         classes = len(rows.labels) if rows.labels else int(targets.max()) + 1
         proposed.lines["head"] = (
             f"{classes} classes, as in the file"
@@ -167,6 +169,7 @@ def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
         )
         if classes != width:
             proposed.head(None)
+            proposed.fields |= {f"{part}.output": quoted(name_of(output)) for part in ("adapter", "loss")}
     proposed.wait(epochs=100, patience=10)
 
 

@@ -108,7 +108,8 @@ def _input(file: Path, model: ir.Model) -> ir.Value:
     if len(inputs) != 1 or inputs[0].shape is None or len(inputs[0].shape) != 4:
         found = ", ".join(f"{x.name!r} of shape {x.shape}" for x in inputs) or "none"
         raise GraphoptError(
-            f"tune: {file}: expected one input of images, [N, C, H, W] or [N, H, W, C], found {found}"
+            f"tune: {file}: expected one input of images, [N, C, H, W] or [N, H, W, C], found {found}: give rows of "
+            "what it takes, a table or an .npz of arrays by the names of its inputs, with 'target'"
         )
     return inputs[0]
 
