@@ -111,7 +111,8 @@ class GaussianNoise(Clip):
         scale = multiplier * inputs[MAX_NORM] / inputs[EXPECTED_ROWS]
         noisy = []
         for number, gradient in enumerate(gradients):
-            step, count = state.counter(model), op.ReduceProd(op.shape_of(gradient), keepdims=1)
+            step = state.counter(model)
+            count = op.ReduceProd(op.shape_of(gradient), keepdims=1)
             half = (count + 1) / 2
 
             def draw(
