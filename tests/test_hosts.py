@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from builders import linear, model
 from host_graphs import BAD, BAD_AT, GRAPHS, batches, with_bad_batches
-from steps import assert_close, assert_equal, session
+from steps import assert_close, assert_equal, session, settled
 
 import graphopt
 import passes
@@ -65,11 +65,6 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     step, folder = GRAPHS[name][0](), tmp_path_factory.mktemp(name)
     graphopt.export_hosts(step, folder)
     return step, folder, batches(name, STEPS)
-
-
-def settled(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return state without that of keys' biases, whose gradient is 0 but for rounding, which Adam scales."""
-    return {name: x for name, x in state.items() if "attention.key.bias" not in name}
 
 
 @pytest.mark.slow

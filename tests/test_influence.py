@@ -56,6 +56,16 @@ def test_influence_is_the_inner_product_of_gradients_summed_over_checkpoints() -
     np.testing.assert_allclose(alone, gradients(modules[0], train).square().sum(1), rtol=2e-6)
 
 
+def test_example_gradients_are_those_of_autograd() -> None:
+    module, file = network()
+    step = graphopt.compile(file, loss=LOSS, gradient=passes.ExampleGradients())
+    data = rows(7, 2)
+    found = graphopt.Executor(step).evaluate(data)["example_gradients"]
+    expected = gradients(module, data)
+    assert found.shape == tuple(expected.shape)
+    np.testing.assert_allclose(np.sort(found, 1), np.sort(expected.numpy(), 1), rtol=1e-4, atol=1e-6)
+
+
 def test_a_projection_keeps_influence_in_the_mean() -> None:
     _, file = network()
     train, test = rows(40, 0), rows(TESTED, 1)
