@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import EXPECTED_ROWS, MAX_NORM, MULTIPLIER, NOISE_KEY
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.evaluation import evaluate
@@ -118,6 +119,11 @@ class FlowerClient:
         executor.set_batches(batches)
         (received,) = message.content.array_records.values()
         set_arrays(executor, received)
+        if private := sorted(config.keys() & {MAX_NORM, MULTIPLIER, EXPECTED_ROWS, NOISE_KEY}):
+            raise GraphoptError(
+                f"train_config: expected hyperparameters that do not protect rows, found {private[0]!r}, which the "
+                f"client sets: leave it out"
+            )
         executor.set_hyperparameters(**{x: config[x] for x in executor.hyperparameters if x in config})
         loss = fit(executor, self._data, **{"verbose": False, **self._options})[-1]["loss"]
         context.state[OWN], trained = self._own(), arrays(executor)
