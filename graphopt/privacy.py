@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
@@ -44,16 +46,19 @@ def epsilon(rows: int, batch_size: int, steps: int, multiplier: float, delta: fl
         return 0.0
     if not multiplier:
         return math.inf
+    return float(_losses(batch_size / rows, multiplier).self_compose(steps).get_epsilon_for_delta(delta))
+
+
+@lru_cache(maxsize=1)
+def _losses(share: float, multiplier: float) -> Any:
+    """Return the distribution of the privacy loss of one step, which a search composes for many numbers of steps."""
     try:
-        import dp_accounting
-        from dp_accounting.pld import PLDAccountant
+        from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
     except ImportError as error:
         raise GraphoptError(
             f"privacy: expected dp-accounting, found: {error}: pip install 'graphopt[privacy]'"
         ) from error
-    step = dp_accounting.PoissonSampledDpEvent(batch_size / rows, dp_accounting.GaussianDpEvent(multiplier))
-    accountant = PLDAccountant().compose(dp_accounting.SelfComposedDpEvent(step, steps))
-    return float(accountant.get_epsilon(delta))
+    return from_gaussian_mechanism(multiplier, sampling_prob=share)
 
 
 @checked()

@@ -121,14 +121,17 @@ class GaussianNoise(Clip):
         scale = multiplier * inputs[MAX_NORM] / inputs[EXPECTED_ROWS] / is_keyed
         noisy = []
         for number, gradient in enumerate(gradients):
-            shape, step = op.shape_of(gradient), state.counter(model)
+            step = state.counter(model)
+            count = op.ReduceProd(op.shape_of(gradient), keepdims=1)
+            half = (count + 1) / 2
 
             def draw(
-                i: int, shape: ir.Value = shape, step: ir.Value = step, number: int = 2 * number
+                i: int, half: ir.Value = half, step: ir.Value = step, number: int = 2 * number
             ) -> ir.Value:
-                return uniform(op, shape, step, _OF_PRIVACY, number + i, key)
+                return uniform(op, half, step, _OF_PRIVACY, number + i, key)
 
-            noise = like(op.cast(scale * normal(op, draw), gradient.dtype), gradient)
+            drawn = op.Reshape(op.Slice(normal(op, draw, twice=True), [0], count), op.shape_of(gradient))
+            noise = like(op.cast(scale * drawn, gradient.dtype), gradient)
             noisy.append(gradient + noise)
         return noisy
 

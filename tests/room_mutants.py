@@ -32,9 +32,10 @@ MUTANTS = [
         ("clipped_means and dense", "op.Min(bound / (norms + 1e-6), 1.0)", "op.Min(bound / bound, 1.0)"),
         ("clipped_means and dense", "bound / (norms + 1e-6)", "bound / (op.ReduceMean(norms) + 1e-6)"),
         ("noise_is_normal", "/ inputs[EXPECTED_ROWS]", "/ inputs[EXPECTED_ROWS] / inputs[EXPECTED_ROWS]"),
-        ("noise_is_normal", "state.counter(model)\n", "op.constant(0)\n"),
+        ("noise_is_normal", "= state.counter(model)", "= op.constant(0)"),
         ("noise_is_normal", "number + i, key)", "number + i)"),
     ),
+    *of("graphopt/graph/randomness.py", PRIVATE, ("noise_is_normal", "radius * op.Sin(angle)", "y")),
     *of(
         "passes/gradients/examples.py",
         PRIVATE,

@@ -576,3 +576,14 @@ def test_a_head_has_as_many_outputs_as_the_data_has_classes() -> None:
     np.savez("train.npz", x=X, target=X[:, :2])  # columns of numbers
     assert cli.main([*MINE, "adapter=head", "loss=mean_squared_error", "folder=other"]) == 0
     assert onnxruntime.InferenceSession("other/trained.onnx").get_outputs()[0].shape[1] == 2
+
+
+def test_compare_of_two_runs_names_the_folder_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "runs/b"):
+        Path(name).mkdir(parents=True)
+    assert cli.main(["compare", "runs/a", "runs/b"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("found runs/a, runs/b: name the one above them, graphopt compare runs")

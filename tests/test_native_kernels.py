@@ -647,3 +647,11 @@ def test_generated_code_has_no_string_of_the_model() -> None:
     found = plan(ir.from_proto(text(*names)))
     assert found.kernels
     assert all("evil" not in kernel.code for kernel in found.kernels)
+
+
+def test_a_whole_number_becomes_floating_without_a_choice() -> None:
+    """GCC makes two branches of a choice and the functions behind it, and does not vectorize them."""
+    (kernel,) = plan(
+        ir.from_proto(text("(int32[N] x) => (float[N] y)", "f = Cast<to = 1>(x)", "y = Log(f)"))
+    ).kernels
+    assert "log_float(" in kernel.code and "?" not in kernel.code.partition("simd")[2].partition("}")[0]

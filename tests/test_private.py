@@ -187,7 +187,15 @@ def test_noise_is_normal_with_its_deviation_and_differs_from_step_to_step() -> N
     for i, noise in enumerate(drawn):
         assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.01
         assert stats.kstest(noise, "norm").pvalue > 0.001
+        first, second = np.split(noise, 2)  # of cosines and of sines
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.03 > abs(np.corrcoef(first**2, second**2)[0, 1])
         assert all(abs(np.corrcoef(noise, other)[0, 1]) < 0.02 for other in drawn[:i])
+    for key, expected in (([1, 2], 1), ([1, 3], 0), ([2, 2], 0)):
+        again = graphopt.Executor(wide)
+        before = again.state["layers.0.weight"].copy()
+        again.step({**rows, "noise_key": np.int32(key)})
+        noise = (before - again.state["layers.0.weight"]).ravel()
+        assert abs(np.corrcoef(noise, drawn[0])[0, 1] - expected) < 0.02
 
 
 def test_fit_draws_batches_by_poisson_sampling_and_keeps_to_a_budget() -> None:

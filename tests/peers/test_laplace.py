@@ -1,4 +1,8 @@
-"""Variances and probabilities of a file equal laplace-torch's, of a last layer."""
+"""Variances and probabilities of a file equal laplace-torch's, of a last layer.
+
+No extra installs laplace-torch, since its torchvision does not load beside PyTorch for CPUs:
+pip install --no-deps laplace-torch==0.3 asdl asdfghjkl backpack-for-pytorch curvlinops-for-pytorch torchmetrics
+"""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
             if classes == width
             else f"{classes} new classes in place of {width}"
         )
-        if classes != width:
+        if classes != width and output is not None:
             proposed.head(None)
             proposed.fields |= {f"{part}.output": quoted(name_of(output)) for part in ("adapter", "loss")}
     proposed.wait(epochs=100, patience=10)

@@ -18,6 +18,7 @@ from graphopt.graph.values import dtype_of
 from graphopt.targets.native.clusters import Cluster, leaves
 from graphopt.targets.native.forms import NodeForm, NodeKind, ctype_of, number_of, operands_of
 from graphopt.targets.native.operators import (
+    FLOATING,
     FOLDED,
     REDUCING,
     ROUNDED,
@@ -62,6 +63,11 @@ class Scalar:
     def is_read(self) -> bool:
         """Return whether the number is read or a literal, not computed."""
         return not self.code and not self.reduces
+
+    @functools.cached_property
+    def is_cut(self) -> bool:
+        """Return whether the number is computed from floating ones."""
+        return any(y.ctype in FLOATING or y.is_cut for y in self.operands)
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,7 @@ class Numbers:
     def _expression(self, node: ir.Node, form: NodeForm, xs: Sequence[Scalar]) -> str:
         y = node.outputs[0]
         if node.op_type == "Cast":
-            return cast(dtype_of(y), xs[0].ctype)
+            return cast(dtype_of(y), xs[0].ctype, xs[0].is_cut)
         if node.op_type == "Pow":
             return power(number_of(node.inputs[1]), ctype_of(y))
         code = expression(node.op_type, ctype_of(y), xs[0].ctype, form.attributes)

@@ -207,15 +207,20 @@ def power(exponent: float | None, ctype: str) -> str:
     return in_type(_POWERS.get(exponent, "pow{T}({0}, {1})"), ctype)
 
 
-def cast(to: ir.DataType, source: str) -> str:
-    """Return the C expression of a number in another type."""
+def cast(to: ir.DataType, source: str, cut: bool = False) -> str:
+    """Return the C expression of a number in another type.
+
+    Args:
+        cut: whether a whole number may be a floating one that was cut off.
+    """
     if to == ir.DataType.BOOL:
         return "{0} != 0"
     if source == CTYPES[ir.DataType.BOOL]:  # compilers make vectors of a choice, not of a conversion
         return "{0} ? 1 : 0"
     rounded = ROUNDED.get(to, f"({CTYPES[to]}){{0}}")
-    # GCC takes casts there and back for trunc, which keeps -0
-    if source not in FLOATING and CTYPES[to] in FLOATING:
+    # GCC takes casts there and back for trunc, which keeps -0. Elsewhere, it makes two branches of the choice of 0
+    # and of a function behind it, which it does not vectorize.
+    if cut and source not in FLOATING and CTYPES[to] in FLOATING:
         return f"{{0}} == 0 ? 0 : {rounded}"
     return "{0}" if source == CTYPES[to] and to not in ROUNDED else rounded
 
