@@ -115,10 +115,8 @@ class GaussianNoise(Clip):
             model, MULTIPLIER, np.array(self.multiplier, np.float32), Role.HYPERPARAMETER
         )
         key = state.declare(model, NOISE_KEY, np.zeros(2, np.int32), Role.HYPERPARAMETER)
-        is_keyed = op.cast(
-            op.ReduceMax(op.Abs(op.cast(key, ir.DataType.FLOAT)), keepdims=0) > 0, ir.DataType.FLOAT
-        )
-        scale = multiplier * inputs[MAX_NORM] / inputs[EXPECTED_ROWS] / is_keyed
+        is_keyed = op.ReduceSumSquare(op.cast(key, ir.DataType.FLOAT), keepdims=0) > 0
+        scale = multiplier * inputs[MAX_NORM] / inputs[EXPECTED_ROWS] / op.cast(is_keyed, ir.DataType.FLOAT)
         noisy = []
         for number, gradient in enumerate(gradients):
             step = state.counter(model)

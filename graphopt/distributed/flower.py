@@ -105,13 +105,18 @@ class FlowerClient:
         """Train from the arrays of a message, and return a reply with the trained arrays and `train_loss`.
 
         Raises:
-            GraphoptError: the arrays are another graph's, the data does not fit, or the strategy is FedProx, whose
-                term the loss of a training graph does not have.
+            GraphoptError: the arrays are another graph's, the data does not fit, the strategy is FedProx, whose term
+                the loss of a training graph does not have, or a hyperparameter protects rows.
             NonFiniteLoss: the loss is infinite or not a number.
         """
         executor, config = self._executor, ChainMap(*message.content.config_records.values())
         if mu := config.get("proximal-mu"):
             raise GraphoptError(f"proximal-mu: expected 0, found {mu}: use FedAvg instead of FedProx")
+        if private := sorted(config.keys() & {MAX_NORM, MULTIPLIER, EXPECTED_ROWS, NOISE_KEY}):
+            raise GraphoptError(
+                f"train_config: expected hyperparameters that do not protect rows, found {private[0]!r}, which the "
+                f"client sets: leave it out"
+            )
         own = context.state.array_records.get(OWN, self._initial)
         state = {name: array.numpy() for name, array in own.items()}
         batches = int(state.pop(BATCHES))
@@ -119,11 +124,6 @@ class FlowerClient:
         executor.set_batches(batches)
         (received,) = message.content.array_records.values()
         set_arrays(executor, received)
-        if private := sorted(config.keys() & {MAX_NORM, MULTIPLIER, EXPECTED_ROWS, NOISE_KEY}):
-            raise GraphoptError(
-                f"train_config: expected hyperparameters that do not protect rows, found {private[0]!r}, which the "
-                f"client sets: leave it out"
-            )
         executor.set_hyperparameters(**{x: config[x] for x in executor.hyperparameters if x in config})
         loss = fit(executor, self._data, **{"verbose": False, **self._options})[-1]["loss"]
         context.state[OWN], trained = self._own(), arrays(executor)
