@@ -345,7 +345,7 @@ class PrivacyBudget(Callback):
         record["epsilon"] = privacy.epsilon(steps=run.step, **self._facts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"followed": self._followed}
+        return {"followed": list(self._followed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._followed = list(state["followed"])
