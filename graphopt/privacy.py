@@ -37,7 +37,7 @@ def epsilon(rows: int, batch_size: int, steps: int, multiplier: float, delta: fl
         "batch_size": (batch_size, 1 <= batch_size <= rows, f"1 to {rows} rows"),
         "steps": (steps, steps >= 0, "0 or more"),
         "multiplier": (multiplier, 0 <= multiplier < math.inf, "0 or more"),
-        "delta": (delta, 0 < delta < 1, "a number between 0 and 1"),
+        "delta": (delta, 0 < delta < 1 / max(rows, 1), "a number between 0 and 1 / rows"),
     }
     for name, (found, fits, expected) in wrong.items():
         if not fits:

@@ -36,7 +36,7 @@ class Accumulate(Pass):
         mean: update by the mean of the accumulated gradients instead of their sum.
 
     Raises:
-        GraphoptError: `steps` is less than 1, or the model has no optimizer.
+        GraphoptError: `steps` is less than 1, the model has no optimizer, or a sum has the noise of one batch.
 
     >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "accumulate": passes.Accumulate(4)}
     >>> step = graphopt.compile(models.linear((2,), 1), **steps)
@@ -53,6 +53,11 @@ class Accumulate(Pass):
             raise GraphoptError("Accumulate: expected a model without it, found its sums: use one Accumulate")
         if not any(GRADIENT_OF.read(y) for node in model.graph for y in node.outputs):
             raise GraphoptError("Accumulate: expected it before Fuse, found it after: run it first")
+        if not self.mean and any(x.name == state.MULTIPLIER for x in with_role(model, Role.HYPERPARAMETER)):
+            raise GraphoptError(
+                "Accumulate(mean=False): expected mean=True with GaussianNoise, whose noise is that of one batch, "
+                "found a sum of several: leave mean out"
+            )
 
     def rewrite(self, model: ir.Model) -> None:
         computed = [y for node in model.graph for y in node.outputs]

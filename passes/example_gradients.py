@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.randomness import uniform
@@ -91,7 +91,7 @@ class ElasticWeights(Regularizer):
         strength: the factor of the penalty.
 
     Raises:
-        GraphoptError: as for `Regularizer`; or an array has another shape than its parameter.
+        GraphoptError: as for `Regularizer`; or an array has another shape than its parameter, or its name is none's.
 
     >>> network = models.mlp((4,), 3)
     >>> rows = {"x": numpy.ones((8, 4), numpy.float32), "target": numpy.arange(8) % 3}
@@ -101,6 +101,13 @@ class ElasticWeights(Regularizer):
 
     fisher: Mapping[str, Any]
     strength: float = within("[0, inf)", 1.0)
+
+    def requires(self, model: ir.Model) -> None:
+        super().requires(model)
+        known = [*model.graph.initializers, *(x.name or "" for x in model.graph.inputs)]
+        for name in self.fisher:
+            if name not in known:
+                raise GraphoptError(f"ElasticWeights: {unknown('parameter', name, known)}")
 
     def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
         start = state.initial(w)

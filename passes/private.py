@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import SURROGATE
+from graphopt.graph.metadata import GRADIENT_OF, SURROGATE
 from graphopt.graph.randomness import normal, uniform
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, set_role
@@ -63,7 +63,8 @@ class PrivateGradient(GradientSource):
         examples = Examples(op, model, loss, wrt, seed, self.scan)
         for part in examples.parts:
             SURROGATE.mark(part)  # the gradient is not the slope of the loss
-        norms = op.Sqrt(examples.squared_norms()) / op.cast(seed, ir.DataType.FLOAT)
+        squares = examples.squared_norms()
+        norms = op.cast(op.Sqrt(squares) / op.cast(seed, squares.dtype), ir.DataType.FLOAT)
         report_norms(op, model, norms)
         bound = state.declare(model, MAX_NORM, np.array(self.max_norm, np.float32), Role.HYPERPARAMETER)
         rows = state.declare(model, EXPECTED_ROWS, np.array(self.rows, np.float32), Role.HYPERPARAMETER)
@@ -82,6 +83,7 @@ class GaussianNoise(Clip):
 
     The noise comes from a hash of a counter that starts from the secret hyperparameter `noise_key`, two int32 numbers.
     `fit` draws them by the system's generator; a program that steps an executor itself feeds them, in the first step.
+    Without them, as they are 0, no noise is secret: the new weights are not finite, which an executor refuses.
     The hash is not cryptographic, and the low bits of floating-point noise tell of what is added to (Mironov 2012,
     On significance of the least significant bits for differential privacy).
 
@@ -89,7 +91,7 @@ class GaussianNoise(Clip):
         multiplier: the standard deviation as a multiple of `max_norm`; `graphopt.privacy.multiplier_for` computes it.
 
     Raises:
-        GraphoptError: the gradients are not those of `PrivateGradient`.
+        GraphoptError: the gradients are not those of `PrivateGradient`, or others have changed them.
 
     >>> passes.GaussianNoise(multiplier=1.1)
     GaussianNoise(multiplier=1.1)
@@ -104,11 +106,17 @@ class GaussianNoise(Clip):
                 "GaussianNoise: expected gradients of clipped examples, found others: set "
                 "gradient=passes.PrivateGradient(max_norm)"
             )
+        if changed := [g.name for g in gradients if GRADIENT_OF.read(g) is None]:
+            raise GraphoptError(
+                f"GaussianNoise: expected the gradients of PrivateGradient as they are, found {changed[0]!r}, which "
+                f"another pass has changed: put GaussianNoise first in clip"
+            )
         multiplier = state.declare(
             model, MULTIPLIER, np.array(self.multiplier, np.float32), Role.HYPERPARAMETER
         )
         key = state.declare(model, NOISE_KEY, np.zeros(2, np.int32), Role.HYPERPARAMETER)
-        scale = multiplier * inputs[MAX_NORM] / inputs[EXPECTED_ROWS]
+        is_keyed = op.ReduceSumSquare(op.cast(key, ir.DataType.FLOAT), keepdims=0) > 0
+        scale = multiplier * inputs[MAX_NORM] / inputs[EXPECTED_ROWS] / op.cast(is_keyed, ir.DataType.FLOAT)
         noisy = []
         for number, gradient in enumerate(gradients):
             step = state.counter(model)

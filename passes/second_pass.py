@@ -84,6 +84,7 @@ class AdversarialTraining(Pass):
     gradients find: one is FGSM (Goodfellow, Shlens, Szegedy 2015, arXiv:1412.6572), several are PGD. The weights'
     gradients do not pass through d. All passes have the same masks of Dropout; running statistics and predictions are
     those of x, and evaluation and the trained model have no attack. The step belongs after the loss, as `regularizer`.
+    Before penalties: behind one, the reported `data_loss` and `penalty` are those of x, which do not sum to `loss`.
 
     Args:
         epsilon: the largest change of an element, in units of the input.

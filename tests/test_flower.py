@@ -205,6 +205,16 @@ def test_a_server_feeds_hyperparameters() -> None:
     assert distance(server, executor()) == 0
 
 
+def test_a_server_cannot_lower_the_noise_of_a_client() -> None:
+    config = RecordDict({"config": ConfigRecord({"noise_multiplier": 0.0})})
+    with pytest.raises(
+        GraphoptError, match="train_config: expected hyperparameters that do not protect rows"
+    ):
+        FlowerClient(executor(), rows()).train(
+            SimpleNamespace(content=config), Context(0, 0, {}, RecordDict(), {})
+        )
+
+
 @pytest.mark.parametrize(
     "chosen",
     [

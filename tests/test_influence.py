@@ -124,6 +124,9 @@ def test_wrong_data_and_wrong_information_are_named() -> None:
     with pytest.raises(graphopt.GraphoptError, match="same number of rows, found"):
         graphopt.fisher(file, {**rows(5, 0), "target": np.zeros(4, np.int64)}, LOSS)
     held = passes.ElasticWeights({"head.bias": np.zeros(2)})
+    unheld = passes.ElasticWeights({"head.bia": np.zeros(5)})
+    with pytest.raises(graphopt.GraphoptError, match=r"ElasticWeights: unknown parameter 'head\.bia'"):
+        graphopt.compile(file, loss=LOSS, regularizer=unheld)
     with pytest.raises(
         graphopt.GraphoptError, match=r"ElasticWeights: expected the information of 'head\.bias'"
     ):

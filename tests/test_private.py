@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 from builders import model
+from steps import assert_equal
 from test_derivatives import Attention, Recurrent, exported
 from torch import nn
 
@@ -21,6 +24,7 @@ from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
+from graphopt.runtime.executor import NonFiniteLoss
 from passes.gradients.examples import Examples
 
 N = 5
@@ -148,14 +152,14 @@ def test_examples_have_the_norms_and_clipped_means_of_pytorch(name: str, dynamo:
             np.testing.assert_allclose(found[f"{weight}.grad"], each, atol=2e-6 * np.abs(each).max() + 1e-9)
 
 
-def private_step(multiplier: float = 1.0, **options: float) -> ir.Model:
-    return graphopt.compile(
-        models.mlp((4,), 3),
-        loss=passes.CrossEntropy(),
-        gradient=passes.PrivateGradient(0.5, **options),
-        clip=passes.GaussianNoise(multiplier),
-        optimizer=passes.SGD(0.1),
-    )
+def private_step(multiplier: float = 1.0, rows: int = 32, **changed: Any) -> ir.Model:
+    steps = {
+        "loss": passes.CrossEntropy(),
+        "gradient": passes.PrivateGradient(0.5, rows=rows),
+        "clip": passes.GaussianNoise(multiplier),
+        "optimizer": passes.SGD(0.1),
+    }
+    return graphopt.compile(models.mlp((4,), 3), **{**steps, **changed})
 
 
 def data_of(rows: int) -> dict[str, np.ndarray]:
@@ -267,6 +271,193 @@ def test_what_is_not_private_is_refused(
     } | change
     with pytest.raises(GraphoptError, match=message):
         graphopt.compile(models.mlp((4,), 3), **{name: make() for name, make in steps.items()})
+
+
+class OfOutput(passes.Regularizer):
+    """Punish the output `y`, or the loss times a weight."""
+
+    def requires(self, model: ir.Model) -> None:
+        super().requires(model)
+        outputs = {x.name: x for x in model.graph.outputs}
+        object.__setattr__(self, "read", outputs[self.name])
+
+    def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
+        y = op.ReduceMean(self.read, keepdims=0)
+        return y * y if self.name == "y" else y * op.ReduceMean(w, keepdims=0)
+
+
+class OfLoss(OfOutput):
+    name = "loss"
+
+
+OfOutput.name = "y"
+
+
+@pytest.mark.parametrize(
+    "regularizer",
+    [
+        passes.AdversarialTraining(0.1),
+        passes.AdversarialTraining(0.1, share=0.5),
+        OfOutput(parameters="layers.0.bias"),
+        OfLoss(parameters="layers.0.bias"),
+    ],
+    ids=["attacked", "half attacked", "output", "learnt factor"],
+)
+@pytest.mark.parametrize("form", ["private", "norms"])
+def test_penalties_that_read_rows_are_refused(regularizer: passes.Regularizer, form: str) -> None:
+    private = {"gradient": passes.PrivateGradient()} if form == "private" else {"clip": passes.ExampleNorms()}
+    with pytest.raises(GraphoptError, match="penalties of parameters alone"):
+        graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), regularizer=regularizer, **private)
+
+
+TAIL = "h = Tanh(c) p = GlobalAveragePool(h) y = Flatten(p)"
+
+
+@pytest.mark.parametrize(
+    ("x", "nodes", "shapes"),
+    [
+        ("float[N,4]", "c = MatMul(x, w) d = Sum(c, p, p) y = Tanh(d)", {"w": (4, 3), "p": (3,)}),
+        ("float[N,4]", "c = MatMul(x, w) d = Max(c, p, p) y = Tanh(d)", {"w": (4, 3), "p": (3,)}),
+        (
+            "float[N,5,3]",
+            "t = Transpose<perm=[1,0,2]>(x) a, b = RNN<hidden_size=3>(t, w, w) y = ReduceMean<keepdims=0>(b, axes)",
+            {"w": (1, 3, 3)},
+        ),
+        ("float[N,2,5,5]", "c = Conv<pads=[1,1,1,1]>(x, w)" + TAIL, {"w": (3, 2, 1, 1)}),
+        (
+            "int32[N,7]",
+            "e = Gather(w, x) h = Tanh(e) t = Transpose(w) q = MatMul(h, t) m = ReduceMean<keepdims=0>(q, one) "
+            "y = MatMul(m, v)",
+            {"w": (4, 6), "v": (4, 3)},
+        ),
+    ],
+    ids=["sum", "max", "recurrent", "padded", "numbers of 32 bits"],
+)
+def test_norms_are_those_of_rows_alone(x: str, nodes: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    random = np.random.default_rng(0)
+    weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    constants = {"axes": np.array([0]), "one": np.array([1])}
+    used = {name: value for name, value in constants.items() if f", {name})" in nodes}
+    file = model(f"g ({x} x) => (float[N,3] y) {{ {nodes} }}", **weights, **used)
+    sizes = [5, *map(int, x[x.index("N") + 2 : -1].split(","))]
+    fed = (
+        random.standard_normal(sizes).astype(np.float32)
+        if x[0] == "f"
+        else random.integers(0, 4, sizes, np.int32)
+    )
+    data = {"x": fed, "target": np.arange(5) % 3}
+    step = graphopt.compile(file, loss=passes.CrossEntropy(), gradient=passes.PrivateGradient())
+    alone = graphopt.compile(file, loss=passes.CrossEntropy(), clip=passes.GradientNorm())
+    rows = [{name: value[i : i + 1] for name, value in data.items()} for i in range(5)]
+    expected = [graphopt.run(alone, row)["gradient_norm"] for row in rows]
+    np.testing.assert_allclose(graphopt.run(step, data)["example_norms"], expected, rtol=1e-5)
+
+
+def test_examples_of_float64_are_those_of_pytorch() -> None:
+    module, x, target = batch_of("dense")
+    expected = norms_of(of_examples(module, x, target))
+    gradient = passes.PrivateGradient(0.7, rows=N)
+    step = graphopt.compile(
+        exported(module, x[:3].double()),
+        loss=passes.CrossEntropy(),
+        gradient=gradient,
+        clip=passes.GaussianNoise(1.0),
+        optimizer=passes.SGD(0.1),
+    )
+    fed = {"x": x.double().numpy(), "target": target.numpy(), "noise_key": np.int32([1, 2])}
+    np.testing.assert_allclose(graphopt.Executor(step).step(fed)["example_norms"], expected, rtol=2e-6)
+
+
+def test_inputs_of_different_open_axes_are_refused() -> None:
+    text = (
+        "g (float[M,3] a, float[N,3] x) => (float[N,2] y, float[M,2] z) { y = MatMul(x, w) z = MatMul(a, w) }"
+    )
+    with pytest.raises(GraphoptError, match="share the axis of the rows"):
+        graphopt.compile(
+            model(text, w=np.ones((3, 2), np.float32)),
+            loss=passes.MeanSquaredError(output="y"),
+            gradient=passes.PrivateGradient(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accumulate": passes.Accumulate(2, mean=False)}, r"Accumulate\(mean=False\)"),
+        ({"clip": [passes.ClipGlobalNorm(1.0), passes.GaussianNoise(1.0)]}, "put GaussianNoise first"),
+    ],
+)
+def test_what_makes_noise_too_small_is_refused(change: dict[str, Any], message: str) -> None:
+    private_step(
+        accumulate=passes.Accumulate(2), clip=[passes.GaussianNoise(1.0), passes.ClipGlobalNorm(1.0)]
+    )
+    with pytest.raises(GraphoptError, match=message):
+        private_step(**change)
+
+
+def test_private_gradients_are_refused_with_several_workers_and_without_a_key() -> None:
+    with pytest.raises(GraphoptError, match="train on one worker"):
+        graphopt.split_step(
+            graphopt.standard(
+                loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(), optimizer=passes.SGD(0.1)
+            ),
+            models.mlp((4,), 3),
+        )
+    with pytest.raises(NonFiniteLoss):
+        graphopt.Executor(private_step()).step(data_of(6))
+
+
+def poisson(
+    executor: graphopt.Executor, *callbacks: graphopt.Callback, **options: Any
+) -> list[dict[str, Any]]:
+    options = {"epochs": 1, "batch_size": 30, "sampling": "poisson", "validation": None, **options}
+    return graphopt.fit(executor, data_of(300), callbacks=callbacks, **options)
+
+
+def test_a_budget_counts_steps_of_earlier_calls_with_the_same_facts_only() -> None:
+    pytest.importorskip("dp_accounting")
+    executor, budget = graphopt.Executor(private_step()), graphopt.callbacks.PrivacyBudget(3.0, 1e-4)
+    for _ in range(4):
+        poisson(executor, budget)
+    spent = [graphopt.privacy.epsilon(300, 30, executor.steps + more, 1.0, 1e-4) for more in (0, 1)]
+    assert spent[0] <= 3.0 < spent[1]
+    for other, options in ((budget, {"batch_size": 60}), (graphopt.callbacks.PrivacyBudget(), {})):
+        with pytest.raises(GraphoptError, match="expected to have followed"):
+            poisson(executor, other, **options)
+    with pytest.raises(GraphoptError, match="1 / rows"):
+        graphopt.privacy.epsilon(300, 30, 10, 1.0, delta=0.01)
+
+
+def test_private_training_resumes_to_the_same_bits_with_the_same_batches_only(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    whole = graphopt.Executor(private_step())
+    poisson(
+        whole,
+        graphopt.callbacks.PrivacyBudget(),
+        epochs=2,
+        checkpoint=graphopt.Checkpoints(tmp_path, every="4 steps", keep=9),
+    )
+    first = sorted(tmp_path.glob("step-*"))[0]
+    with pytest.raises(GraphoptError, match="expected batch_size 60"):
+        poisson(graphopt.Executor(private_step()), resume=first, batch_size=60)
+    again = graphopt.Executor(private_step())
+    (*_, last) = poisson(again, graphopt.callbacks.PrivacyBudget(), epochs=2, resume=first)
+    assert last["epsilon"] == pytest.approx(graphopt.privacy.epsilon(300, 30, 20, 1.0, 1 / 600))
+    assert_equal(again.state, whole.state)
+
+
+def test_batches_and_noise_of_two_private_runs_differ_and_batches_of_an_iterable_keep_their_number() -> None:
+    runs = [graphopt.Executor(private_step(0.0)) for _ in range(2)]
+    for executor in runs:
+        poisson(executor)
+    assert not np.array_equal(*(x.state["layers.0.weight"] for x in runs))
+    data = data_of(300)
+    batches = [{name: x[i : i + 100] for name, x in data.items()} for i in (0, 100, 200)]
+    executor = graphopt.Executor(private_step(rows=100))
+    graphopt.fit(executor, batches, validation=None)
+    assert executor.hyperparameters["expected_rows"] == 100
+    with pytest.raises(GraphoptError, match="LearningRateFinder: expected a training without GaussianNoise"):
+        poisson(executor, graphopt.callbacks.LearningRateFinder())
 
 
 MIXING = "g (float[N,3] x) => (float[N,2] y) { %s }"

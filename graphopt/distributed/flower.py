@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import EXPECTED_ROWS, MAX_NORM, MULTIPLIER, NOISE_KEY
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.evaluation import evaluate
@@ -104,13 +105,18 @@ class FlowerClient:
         """Train from the arrays of a message, and return a reply with the trained arrays and `train_loss`.
 
         Raises:
-            GraphoptError: the arrays are another graph's, the data does not fit, or the strategy is FedProx, whose
-                term the loss of a training graph does not have.
+            GraphoptError: the arrays are another graph's, the data does not fit, the strategy is FedProx, whose term
+                the loss of a training graph does not have, or a hyperparameter protects rows.
             NonFiniteLoss: the loss is infinite or not a number.
         """
         executor, config = self._executor, ChainMap(*message.content.config_records.values())
         if mu := config.get("proximal-mu"):
             raise GraphoptError(f"proximal-mu: expected 0, found {mu}: use FedAvg instead of FedProx")
+        if private := sorted(config.keys() & {MAX_NORM, MULTIPLIER, EXPECTED_ROWS, NOISE_KEY}):
+            raise GraphoptError(
+                f"train_config: expected hyperparameters that do not protect rows, found {private[0]!r}, which the "
+                f"client sets: leave it out"
+            )
         own = context.state.array_records.get(OWN, self._initial)
         state = {name: array.numpy() for name, array in own.items()}
         batches = int(state.pop(BATCHES))

@@ -77,8 +77,8 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
             batches of neighbouring rows; False to keep the order of the rows and hold out the last ones.
         sampling: `poisson` draws each row for each batch by itself, with the probability of `batch_size` / rows, as
             private training needs it: batches differ in size, and an epoch is rows / `batch_size` of them. A batch
-            that would be empty is drawn again. The seed is then a secret.
-        seed: the seed of what is drawn.
+            that would be empty is drawn again. Their seed is a secret of the run, which its checkpoints keep.
+        seed: the seed of what is drawn otherwise.
         validation: the share of rows to hold out, other data, or None. An iterable has no rows to hold out.
         validation_every: the number of epochs from one validation to the next; the last epoch is always validated.
         metrics: the metrics of held-out rows: names such as `accuracy`, names with options such as
@@ -157,10 +157,9 @@ def _begin_privacy(executor: Executor, source: Epochs, options: FitOptions) -> N
                 f"sampling='poisson': expected rows on one worker, shuffle=True and batch_size={LEAST_POISSON} "
                 f"or more, found {found}"
             )
-    values = {
-        state.EXPECTED_ROWS: float(options.batch_size),
-        state.NOISE_KEY: np.frombuffer(secrets.token_bytes(8), np.int32),
-    }
+    values: dict[str, object] = {state.NOISE_KEY: np.frombuffer(secrets.token_bytes(8), np.int32)}
+    if isinstance(source, RowEpochs):
+        values[state.EXPECTED_ROWS] = float(options.batch_size)
     executor.set_hyperparameters(**{k: x for k, x in values.items() if k in executor.hyperparameters})
 
 

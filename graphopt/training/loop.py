@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
+import numpy as np
+
 from graphopt.data.loader import prefetched
 from graphopt.data.streams import Drawn
 from graphopt.errors import GraphoptError
@@ -95,7 +97,15 @@ class TrainingLoop:
         progress = Progress.of(checkpoint, self._identity, self._environment)
         executor.update_state(checkpoint.state)
         executor.set_batches(progress.step)
-        executor.set_hyperparameters(**progress.hyperparameters)
+        known = executor.hyperparameters
+        executor.set_hyperparameters(
+            **{
+                name: np.asarray(value, known[name].dtype)
+                if isinstance(known.get(name), np.ndarray)
+                else value
+                for name, value in progress.hyperparameters.items()
+            }
+        )
         run.resumed, run.records = checkpoint.path, list(progress.records)
         run.step, run.epoch, run.row = progress.step, progress.epoch, progress.row
         self._mean, self._seconds, self._position = progress.mean, progress.seconds, progress.data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from graphopt.data.foreign import has_rows
 from graphopt.data.loader import Rows, draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.state import EXPECTED_ROWS
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import rows_of
 from graphopt.training.advice import advise
@@ -51,7 +53,9 @@ class Epochs(ABC):
     )
     identity: Mapping[str, object]  # what a checkpoint and the run that continues it have in common
     before = 0  # the number of epochs in earlier calls of `fit`
-    end: Any = None  # the position after an epoch; None if the number of rows says enough
+    end: Any = (
+        None  # the position after an epoch; None if the number of rows and the option `seed` say enough
+    )
 
     @abstractmethod
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
@@ -99,20 +103,27 @@ class RowEpochs(Epochs):
         self.identity = {"seed": options.seed, "shuffle": options.shuffle, "rows": len(rows)}
         if options.sampling == "poisson":
             self.identity = {**self.identity, "sampling": "poisson"}
+            self.end = secrets.randbits(64)  # the seed of the batches, which a checkpoint keeps
             # How many rows an epoch has is known only when they are drawn.
             self.count, self.sampled_rows = None, len(rows)
+        if options.sampling == "poisson" or EXPECTED_ROWS in executor.hyperparameters:
+            self.identity = {**self.identity, "batch_size": options.batch_size}
         self.before = round(executor.batches / self.steps)
 
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
         options = self.options
-        random = np.random.default_rng([options.seed, self.before + epoch])
+        random = np.random.default_rng([options.seed if self.end is None else self.end, self.before + epoch])
         how = "poisson" if options.sampling == "poisson" else options.shuffle
         for rows in draw(self._rows, options.batch_size, how, random, start):
             if isinstance(rows, np.ndarray):
                 rows.sort()  # read memory-mapped rows in the file's order
-            drawn = Drawn(len(rows), self.batches.take(rows[self._workers.share(len(rows))]))
+            drawn = Drawn(len(rows), self.batches.take(rows[self._workers.share(len(rows))]), self.end)
             yield self._transformed(drawn, self.before + epoch, start)
             start += len(rows)
+
+    def load(self, before: int, position: object) -> None:
+        super().load(before, position)
+        self.end = self.end if position is None else position
 
 
 class StreamEpochs(Epochs):

@@ -28,8 +28,10 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import BATCH_WEIGHT, OF_BATCH
 from graphopt.graph.operators import VIEWS, full_attributes
 from graphopt.graph.roles import FED, role_of
+from graphopt.graph.traversal import values_read
 from graphopt.graph.values import (
     dims_of,
+    dtype_of,
     given,
     is_floating,
     like,
@@ -44,6 +46,15 @@ from passes.gradients.walk import backward, between
 
 _Values = dict[ir.Value, ir.Value]
 _KEEPING = VIEWS | {"Cast", "Transpose"}  # operators that keep the numbers of a weight, in another order
+_ADDING = VIEWS | {
+    "Add",
+    "Cast",
+    "Mean",
+    "Neg",
+    "Sub",
+    "Sum",
+    "Where",
+}  # what adds terms of a loss, or keeps one
 
 
 @dataclass(frozen=True)
@@ -229,7 +240,11 @@ def _conv(op: Emitter, site: Site, *, group: int) -> Form | None:
         return None
     places = math.prod(size for size in taps if isinstance(size, int))
     x, dy = op.cast(x, wide_type(x)), op.cast(dy, wide_type(dy))
-    if places > 1 or any(n != 1 for n in node.attributes.get_ints("strides", ())):
+    moves = [
+        *(n != 1 for n in node.attributes.get_ints("strides", ())),
+        *node.attributes.get_ints("pads", ()),
+    ]
+    if places > 1 or any(moves):
         kernels = np.tile(np.eye(places).reshape(places, 1, *taps), (channels, *[1] * (rank(w) - 1)))
         attributes = {**dict(node.attributes), "group": channels}
         x = op.Conv(x, op.constant(kernels, like=x), **attributes)
@@ -249,7 +264,7 @@ def _gather(op: Emitter, site: Site, *, axis: int) -> Form | None:
     numbers = given(site.node.inputs[1])
     if site.index or axis or rank(site.operand) != 2:
         return None
-    flat = op.Reshape(site.opened(op, numbers), [0, -1])
+    flat = op.cast(op.Reshape(site.opened(op, numbers), [0, -1]), ir.DataType.INT64)
     flat.shape = ir.Shape([None, None])
     return Picked(flat, site.matrix(op, given(site.dys[0]), site.node.outputs[0]), site.operand)
 
@@ -326,6 +341,11 @@ class Examples:
                 f"gradients of examples: expected inputs with an open batch, found {name} of shape "
                 f"{fixed[0].shape if fixed else '[]'}: export a dynamic batch, or set normalize.batch=free"
             )
+        if len(axes := {str(dims_of(x)[0]): x for x in batched}) > 1:
+            raise GraphoptError(
+                f"gradients of examples: expected inputs that share the axis of the rows, found "
+                f"{', '.join(f'{x.name!r} of shape {x.shape}' for x in axes.values())}: name it alike"
+            )
         for node in self.graph:
             if OF_BATCH.is_set(node) or bool(node.attributes.get_int("training_mode", 0)):
                 raise GraphoptError(
@@ -365,9 +385,12 @@ class Examples:
         if loss in self.parts:
             seeds, self.of_penalty = {loss: seed}, {}
         else:
+            self._check_rest(rest)
             outer = backward(op, _view(rest, op), {loss: seed}, [*self.parameters, *self.parts])
             seeds = {y: outer[y] for y in self.parts if y in outer}
             self.of_penalty = {w: outer[w] for w in self.parameters if w in outer}
+            if not seeds:
+                raise self._not_of_rows(loss)
         for y in seeds:
             if BATCH_WEIGHT.read(y) == "rows":
                 seeds[y] = seeds[y] * op.Cast(op.Squeeze(self.n, [0]), to=seeds[y].dtype)
@@ -390,12 +413,33 @@ class Examples:
             )
         parts = [y for y, note in noted.items() if note in ("rows", "sum") and y.producer() is not None]
         if not parts or len(parts) < len(noted):
-            raise GraphoptError(
-                f"gradients of examples: expected a loss that is a sum or a mean of losses of rows, found "
-                f"{loss.name!r}, of which this is not known: use a loss of passes, such as passes.CrossEntropy(), "
-                f"which compares each row with its target"
-            )
+            raise self._not_of_rows(loss)
         return parts
+
+    @staticmethod
+    def _not_of_rows(loss: ir.Value) -> GraphoptError:
+        return GraphoptError(
+            f"gradients of examples: expected a loss that is a sum or a mean of losses of rows, found "
+            f"{loss.name!r}, of which this is not known: use a loss of passes, such as passes.CrossEntropy(), "
+            f"which compares each row with its target"
+        )
+
+    def _check_rest(self, rest: Iterable[ir.Node]) -> None:
+        """Raise an error unless a loss adds multiples of its parts to penalties, which read parameters alone."""
+        of_parts, of_weights = {*self.parts}, {*self.parameters}
+        for node in rest:
+            read = values_read(node)
+            parts = [x for x in read if x in of_parts]
+            others = [x for x in read if x not in of_parts]
+            scales = node.op_type in ("Mul", "Div") and len(parts) == 1 and of_weights.isdisjoint(others)
+            is_linear = node.op_type in _ADDING or (scales and (node.op_type == "Mul" or read[0] in of_parts))
+            if not self.rows.fixed.issuperset(others) or (parts and (node.domain or not is_linear)):
+                raise GraphoptError(
+                    f"gradients of examples: expected a loss of multiples of losses of rows, and penalties of "
+                    f"parameters alone, found {node_label(node)}, which computes another part of it from rows: "
+                    f"leave this part out"
+                )
+            (of_parts if parts else of_weights).update(node.outputs)
 
     @cached_property
     def forms(self) -> list[tuple[Site, Form]]:
@@ -434,9 +478,11 @@ class Examples:
         ) -> tuple[list[ir.Value], list[ir.Value]]:
             read = dict(zip(own, slices, strict=False))
             made = [ir.Value() for _ in node.outputs]
+            inputs = [x and read.get(x, x) for x in node.inputs]
+            inputs[site.index] = own_w = like(op.Identity(site.operand), site.operand)  # read once
             op.call_op(
                 node.op_type,
-                [x and read.get(x, x) for x in node.inputs],
+                inputs,
                 dict(node.attributes),
                 domain=node.domain,
                 outputs=made,
@@ -448,14 +494,16 @@ class Examples:
                 seeds[copy] = op.cast(dy, y.dtype)
             copied = given(made[0]).producer()
             assert copied is not None
-            return [], [backward(op, _view([copied], op), seeds, [site.operand])[site.operand]]
+            return [], [backward(op, _view([copied], op), seeds, [own_w])[own_w]]
 
         (stack,) = scan_over(op, turn, [], sequences)
         return Known(op.cast(stack, wide_type(stack)))
 
     def squared_norms(self) -> ir.Value:
         """Emit the squared norms [n] of the gradients of examples by all parameters together."""
-        return self.op.Sum(*(self._squared_norm(w) for w in self.parameters if self._forms_of(w)))
+        squares = [self._squared_norm(w) for w in self.parameters if self._forms_of(w)]
+        common = max(map(dtype_of, squares), key=lambda dtype: dtype.itemsize)
+        return self.op.Sum(*(self.op.cast(square, common) for square in squares))
 
     def _squared_norm(self, w: ir.Value) -> ir.Value:
         forms = self._forms_of(w)
@@ -510,7 +558,7 @@ class Examples:
     def combined(self, weights: ir.Value) -> _Values:
         """Emit the sum over examples of their gradients, times `weights` [n], without that of a penalty.
 
-        A gradient that is not finite counts as 0 if its weight is 0.
+        A gradient of a site's output that is not finite counts as 0 if its weight is 0; an input that is not does not.
         """
         op, total = self.op, _Values()
         for node in dict.fromkeys(site.node for site in self.sites):

@@ -43,7 +43,8 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     of the batch's first row among the rows of all workers.
 
     Raises:
-        GraphoptError: the graph has no optimizer, accumulates gradients, or has several weighted losses.
+        GraphoptError: the graph has no optimizer, accumulates gradients, has those of `PrivateGradient`, or has several
+            weighted losses.
     """
     gradients = {
         y: name for node in model.graph for y in node.outputs if (name := GRADIENT_OF.read(y)) is not None
@@ -51,6 +52,11 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     if not gradients or not with_role(model, Role.NEXT):
         raise GraphoptError(
             "several workers need gradients and an optimizer's update, found none: set an optimizer, and leave fuse out"
+        )
+    if any(x.name == state.EXPECTED_ROWS for x in with_role(model, Role.HYPERPARAMETER)):
+        raise GraphoptError(
+            "several workers: expected gradients that are means over the rows of a batch, found those of "
+            "PrivateGradient, which are divided by expected_rows: train on one worker"
         )
     if state.accumulators(model):
         raise GraphoptError(

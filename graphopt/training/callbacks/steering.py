@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.state import LEARNING_RATE, averages, masks
+from graphopt.graph.state import LEARNING_RATE, NOISE_KEY, averages, masks
 from graphopt.inspection.words import label_of
 from graphopt.intervals import within
 from graphopt.runtime.executor import NonFiniteLoss
@@ -125,6 +125,9 @@ class LearningRateFinder(Callback):
         smoothing: the factor of the exponential average of the losses.
         stop_factor: the multiple of the least smoothed loss at which the test ends.
 
+    Raises:
+        GraphoptError: a schedule sets the rate, or the gradients have the noise of `GaussianNoise`.
+
     >>> graphopt.callbacks.LearningRateFinder(max_learning_rate=1.0).steps
     100
     """
@@ -156,6 +159,11 @@ class LearningRateFinder(Callback):
         if run.resumed is not None:
             return
         executor = run.executor
+        if NOISE_KEY in executor.hyperparameters:
+            raise GraphoptError(
+                "LearningRateFinder: expected a training without GaussianNoise, found its noise, which the test would "
+                "use twice, and which PrivacyBudget would not account for: leave the finder out"
+            )
         state, batches, rate = executor.state, executor.batches, executor.learning_rate
         try:
             self._test(run)

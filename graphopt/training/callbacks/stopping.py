@@ -284,14 +284,16 @@ class StopOnNaN(Callback):
 class PrivacyBudget(Callback):
     """Record the `epsilon` of private training at the end of each epoch, and stop before a step that exceeds a budget.
 
-    Steps of earlier calls of `fit` count, too. The weights are kept.
+    Steps of earlier calls of `fit` count, too, if the same object has followed them. The weights are kept. What passes
+    learn from the rows before, such as the means of `Standardize` and class weights, is not accounted for.
 
     Args:
         epsilon: the budget; None to record only.
         delta: the probability with which the bound may fail; None for 1 / (2 rows).
 
     Raises:
-        GraphoptError: the training has no noise, or its batches are not drawn by `sampling="poisson"`.
+        GraphoptError: the training has no noise, its batches are not drawn by `sampling="poisson"`, or earlier steps
+            had other rows, batches or noise.
 
     >>> graphopt.callbacks.PrivacyBudget(epsilon=8.0, delta=1e-5).epsilon
     8.0
@@ -301,6 +303,10 @@ class PrivacyBudget(Callback):
     delta: float | None = within("(0, 1)", None)
 
     reads_state = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._followed: list[Any] = []  # the facts and the number of steps so far
 
     def on_fit_begin(self, run: Run) -> None:
         numbers = run.executor.hyperparameters
@@ -315,7 +321,15 @@ class PrivacyBudget(Callback):
             "multiplier": float(numbers[state.MULTIPLIER]),
             "delta": 0.5 / run.sampled_rows if self.delta is None else self.delta,
         }
-        last = run.step + (run.epochs - len(run.records)) * (run.steps or 0)
+        accounted = [*self._facts.values()][:3]
+        if run.step and self._followed != [*accounted, run.step]:
+            raise GraphoptError(
+                f"PrivacyBudget: expected to have followed the {run.step:,} steps before, with the same rows, "
+                f"batch_size and multiplier, {accounted}, found {self._followed[:3] or 'none of them'}: give the "
+                f"object that has followed them, resume from a checkpoint, or begin with a new executor"
+            )
+        self._followed = [*accounted, run.step]
+        last = self._end = run.step + (run.epochs - len(run.records)) * (run.steps or 0)
         self._last = (
             math.inf if self.epsilon is None else privacy.steps_for(self.epsilon, most=last, **self._facts)
         )
@@ -323,11 +337,18 @@ class PrivacyBudget(Callback):
             self._stop(run)
 
     def on_step_end(self, run: Run, record: Record) -> None:
-        if self.epsilon is not None and run.step >= self._last and run.step < (run.steps or 0) * run.epochs:
+        self._followed[-1] = run.step
+        if self.epsilon is not None and self._last <= run.step < self._end:
             self._stop(run)
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
         record["epsilon"] = privacy.epsilon(steps=run.step, **self._facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"followed": list(self._followed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._followed = list(state["followed"])
 
     def _stop(self, run: Run) -> None:
         run.stop(f"the privacy budget of epsilon {self.epsilon:g} is used up")
