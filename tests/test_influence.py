@@ -60,7 +60,7 @@ def test_example_gradients_are_those_of_autograd() -> None:
     module, file = network()
     step = graphopt.compile(file, loss=LOSS, gradient=passes.ExampleGradients())
     data = rows(7, 2)
-    found = graphopt.Executor(step).evaluate(data)["example_gradients"]
+    found = graphopt.run(step, data)["example_gradients"]
     expected = gradients(module, data)
     assert found.shape == tuple(expected.shape)
     np.testing.assert_allclose(np.sort(found, 1), np.sort(expected.numpy(), 1), rtol=1e-4, atol=1e-6)
