@@ -537,6 +537,19 @@ def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
     np.testing.assert_array_equal(found["label"], sure.predict(x))
 
 
+def test_the_classifier_that_makes_no_mistake_keeps_its_probabilities() -> None:
+    x = np.repeat([-1.0, 1.0], 50)[:, None]
+    options = {"hidden_layer_sizes": (), "learning_rate_init": 0.5, "max_iter": 200, "random_state": 0}
+    classifier = graphopt.OnnxClassifier(calibration=0.2, tol=0, **options)
+    with pytest.warns(
+        UserWarning, match="calibration: probabilities stay as they are: Temperature: expected rows"
+    ):
+        classifier.fit(x, x[:, 0] > 0)
+    assert classifier.log_temperature_ == 0
+    classifier.partial_fit(x, x[:, 0] > 0)
+    assert not hasattr(classifier, "log_temperature_")
+
+
 def test_the_classifier_refuses_to_calibrate_several_labels() -> None:
     with pytest.raises(GraphoptError, match="calibration: expected one label for each row"):
         graphopt.OnnxClassifier(calibration=0.1).fit(
