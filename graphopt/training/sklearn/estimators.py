@@ -85,8 +85,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
 
     def _fit(self, X: Any, y: Any, sample_weight: object, **options: Any) -> OnnxClassifier:
         self._temperature = passes.Temperature(log_temperature=0.0)
-        if hasattr(self, "log_temperature_"):
-            del self.log_temperature_
+        self.__dict__.pop("log_temperature_", None)
         if self.calibration is None or options.get("incremental"):
             return super()._fit(X, y, sample_weight, **options)
         if type_of_target(y) == "multilabel-indicator" or not _has_probabilities(self):
