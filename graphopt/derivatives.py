@@ -7,9 +7,11 @@ import warnings
 import onnx_ir as ir
 
 from graphopt.arguments import checked
+from graphopt.graph.inference import as_it_came, has_tensors
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import Detached, Encoders
 from graphopt.graph.rewriting import Pass
+from graphopt.graph.values import name_of
 
 
 @checked()
@@ -127,7 +129,10 @@ def explain(model: Source, explanation: Pass, *, keep: bool = True) -> ir.Model:
     >>> graphopt.run(explained, feeds)["y.explanation"].shape
     (5, 1, 8, 8)
     """
-    return derive(model, explanation, keep=keep)
+    loaded = normalized(model, restored=keep)
+    own = [name_of(y) for y in loaded.graph.outputs]
+    _derive(loaded, explanation, keep)
+    return as_it_came(loaded, own) if keep else loaded
 
 
 def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
@@ -138,25 +143,31 @@ def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
         derivative: the pass.
         keep: keep the model's own outputs.
     """
+    loaded = normalized(model)
+    _derive(loaded, derivative, keep)
+    return loaded
+
+
+def _derive(loaded: ir.Model, derivative: Pass, keep: bool) -> None:
     import passes
 
-    loaded = normalized(model)
     own = {output.name for output in loaded.graph.outputs}
     derivative.apply(loaded)
     if not keep:
         loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
     passes.Simplify().apply(loaded)
-    return loaded
 
 
-def normalized(model: Source) -> ir.Model:
-    """Return a model in the form that passes rewrite; warn of what it lacks then."""
+def normalized(model: Source, *, restored: bool = False) -> ir.Model:
+    """Return a model in the form that passes rewrite; warn of what it lacks then, unless `as_it_came` restores it."""
     import passes
 
     loaded = load(model)
     passes.Normalize().apply(loaded)
     own = {output.name for output in loaded.graph.outputs}
     detached = Detached.read(loaded)
+    if restored and detached is not None:
+        own |= {y.name for part in detached.models() if has_tensors(part) for y in part.graph.output}
     beside = [] if detached is None else [y for y in detached.outputs if y not in own]
     if Encoders.read(loaded) is not None or beside:
         warnings.warn(

@@ -11,12 +11,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import metadata
+from graphopt.graph import metadata, state
 from graphopt.graph.classified import activation_of, classification_of
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import dims_of, dtype_of, given, name_of, producer_of, rank, redirect
+from graphopt.graph.values import dims_of, dtype_of, given, is_floating, name_of, rank, redirect
 from graphopt.intervals import within
 from passes.differentiate import floating_output
 from passes.losses.classification import activation_behind
@@ -27,6 +27,9 @@ from passes.weights.initializers import register
 __all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScaling"]
 
 _PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
+_ADDED, _BESIDE = ("lower", "probability", "upper"), ("mean", "mutual_information", "variance")  # outputs
+_FROM_ONE = 1e-3  # of a sum of probabilities
 _ALL = 2**31  # rows
 _TURNS, _GRADIENT, _CERTAIN = (
     100,
@@ -34,6 +37,7 @@ _TURNS, _GRADIENT, _CERTAIN = (
     1e-6,
 )  # of Newton's method, and the mean loss that means: no mistake is left
 _Own = TypeVar("_Own", bound="Calibration")
+_Of = TypeVar("_Of", bound="OfClasses")
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,11 @@ class Learning(Pass):
         if not parts:
             raise GraphoptError(f"{type(self).__name__}: expected rows to learn from, found none")
         predicted, targets = map(np.concatenate, zip(*parts, strict=True))
-        if not np.isfinite(predicted).all():
-            raise GraphoptError(f"{type(self).__name__}: expected finite numbers of {y.name!r}, found others")
+        for name, numbers in ((y.name, predicted), ("target", targets)):
+            if not np.isfinite(numbers).all():
+                raise GraphoptError(
+                    f"{type(self).__name__}: expected finite numbers of {name!r}, found others"
+                )
         return predicted, targets
 
     def class_numbers(self, targets: np.ndarray, classes: int) -> np.ndarray:
@@ -83,31 +90,100 @@ class Learning(Pass):
             )
         return numbers[:, 0].astype(np.int64)
 
+    def own_output(self, model: ir.Model) -> ir.Value:
+        """Return the output of the name, or the only floating-point one that no such pass has added, by their names."""
+        names = [name_of(y) for y in model.graph.outputs if is_floating(y)]
+        added = {*_ADDED, *(f"{name}.{what}" for name in names for what in _BESIDE)}
+        detached = metadata.Detached.read(model)
+        returned = names if detached is None else detached.outputs  # by the file
+        own = [name for name in names if name not in added and name in returned]
+        return floating_output(model, self.output or (own[0] if len(own) == 1 else None), "output")
+
+    def check_free(self, model: ir.Model, *names: str) -> None:
+        """Raise an error if the model has one of the outputs that the pass adds, and rename inner values."""
+        for name in names:
+            if any(y.name == name for y in model.graph.outputs):
+                raise GraphoptError(
+                    f"{type(self).__name__}: expected a model without the output {name!r}, which it adds, found one, "
+                    "as another such pass adds: take one of them, or start from the file before"
+                )
+            state.check_free(model, name)
+
+
+@dataclass(frozen=True)
+class OfClasses(Learning):
+    """Read the scores of classes.
+
+    Args:
+        from_logits: whether an output behind which no Softmax or Sigmoid is found holds logits. By default, it does,
+            unless its rows are probabilities, which sum to 1.
+    """
+
+    from_logits: bool | None = field(default=None, kw_only=True)
+
+    def looked_at(self: _Of, model: ir.Model, read: Read) -> _Of:
+        """Return the pass that knows from the rows whether an output whose origin is unknown holds logits.
+
+        Raises:
+            GraphoptError: one number for each row is between 0 and 1, as some logits are.
+        """
+        scores = self.scores(model)
+        noted = classification_of(model)
+        if (
+            self.from_logits is not None
+            or scores.logits is not scores.output
+            or (noted is not None and noted.output == scores.output.name)
+        ):
+            return self
+        y, _ = self.on_rows(model, scores.output, read)
+        is_rate = bool(((y >= 0) & (y <= 1)).all())
+        if is_rate and scores.is_binary:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected from_logits=true or false, since {scores.output.name!r} is between 0 "
+                "and 1 in all rows, as probabilities and some logits are, found null: set it"
+            )
+        is_rate = is_rate and bool(np.abs(y.sum(1) - 1).max() <= _FROM_ONE)
+        return replace(self, from_logits=not is_rate)
+
     def scores(self, model: ir.Model) -> Scores:
         """Return the output whose classes have probabilities."""
-        y = floating_output(model, self.output, "output")
+        y = self.own_output(model)
         if y.shape is None or rank(y) not in (1, 2):
             raise GraphoptError(
                 f"{type(self).__name__}: expected an output [N, classes], or [N] or [N, 1] of two classes, found "
                 f"{y.name!r} of shape {y.shape}"
             )
         node, inner = y.producer(), y
-        if node is not None and node.domain == "" and node.op_type in ("Sigmoid", "Softmax"):
-            return Scores(y, given(node.inputs[0]), node.op_type)
+        noted = classification_of(model)
+        noted = noted if noted is not None and noted.output == y.name else None
+        if node is not None and node.domain == "" and node.op_type in _ACTIVATIONS:
+            scores = Scores(y, given(node.inputs[0]), node.op_type)
+            if node.op_type != "Sigmoid" and (
+                scores.is_binary or node.attributes.get_int("axis", -1) % 2 == 0
+            ):
+                raise GraphoptError(
+                    f"{type(self).__name__}: expected a {node.op_type} over the classes of each row, found "
+                    f"{y.name!r} of shape {y.shape}, axis {node.attributes.get_int('axis', -1)}"
+                )
+        else:
+            scores = Scores(y, y, None)
+        if not scores.is_binary and (
+            scores.activation == "Sigmoid" or (noted is not None and noted.labels is not None)
+        ):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected one label for each row, found a Sigmoid for each of "
+                f"{dims_of(y)[1]} columns of {y.name!r}"
+            )
+        if scores.activation:
+            return scores
         while (node := inner.producer()) is not None and node.domain == "" and node.op_type in _PASSING:
             inner = given(node.inputs[0])
-        if (
-            inner is not y
-            and node is not None
-            and node.domain == ""
-            and node.op_type in ("Sigmoid", "Softmax")
-        ):
+        if inner is not y and node is not None and node.domain == "" and node.op_type in _ACTIVATIONS:
             raise GraphoptError(
                 f"{type(self).__name__}: expected logits, found that {y.name!r} comes out of the {node.op_type} "
                 f"{inner.name!r}: make {given(node.inputs[0]).name!r}, the value before it, the output"
             )
-        noted = classification_of(model)
-        is_rate = noted is not None and noted.output == y.name and activation_of(noted) == ""
+        is_rate = self.from_logits is False or (noted is not None and activation_of(noted) == "")
         return Scores(y, None if is_rate or activation_behind(y) else y, None)
 
 
@@ -141,13 +217,13 @@ class Scores:
         """Return the probability of each class, [N, classes]."""
         p = self.emit_rates(op, self.output) if self.logits is self.output else self.output
         if not self.is_binary:
-            return p
+            return op.Exp(p) if self.activation == "LogSoftmax" else p
         p = op.Reshape(p, [-1, 1])
         return op.Concat(1 - p, p, axis=1)
 
 
 @dataclass(frozen=True)
-class Calibration(Learning):
+class Calibration(OfClasses):
     """Scale logits, so that probabilities are as large as the share of rows in which they are right.
 
     The scale and the bias are those of the least cross-entropy, a convex function, found by Newton's method in float64.
@@ -176,7 +252,8 @@ class Calibration(Learning):
     def adapted(self: _Own, model: ir.Model, read: Read) -> _Own:
         model = model.clone()
         ensure_typed(model)
-        scores = self.scores(model)
+        known = self.looked_at(model, read)
+        scores = known.scores(model)
         with Emitter(model) as op:
             logits = scores.emit_logits(op)
         if logits.name is None:
@@ -193,7 +270,7 @@ class Calibration(Learning):
                 f"{type(self).__name__}: expected rows of each of {z.shape[1]} classes, found none of class "
                 f"{missing[0]}: passes.Temperature needs no row of each class"
             )
-        return self._fitted(z, numbers)
+        return known._fitted(z, numbers)
 
     def _fitted(self: _Own, z: np.ndarray, numbers: np.ndarray) -> _Own:
         """Return the pass with the numbers of the least cross-entropy of logits [N, classes]."""
@@ -214,14 +291,21 @@ class Calibration(Learning):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         scores = self.scores(model)
-        y = scores.output
+        y = scores.output if scores.logits is None else scores.logits
         uses = list(y.uses())
         with Emitter(model) as op:
-            z = self.calibrate(op, model, scores.emit_logits(op), name_of(y))
-            if scores.activation:
-                producer_of(y).replace_input_with(0, z)
-            else:
-                replace_output(model, y, z if scores.logits is y else scores.emit_rates(op, z), uses)
+            z = self.calibrate(op, model, scores.emit_logits(op), name_of(scores.output))
+            replace_output(model, y, scores.emit_rates(op, z) if scores.logits is None else z, uses)
+
+    def scores(self, model: ir.Model) -> Scores:
+        scores = super().scores(model)
+        learnt = {"set", f"{scores.output.name}.variance"} & {name_of(y) for y in model.graph.outputs}
+        if learnt:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected scores from which nothing has been learnt, found the output "
+                f"{min(learnt)!r}: calibrate before PredictionSet, LastLayerLaplace and others"
+            )
+        return scores
 
     def number(self, model: ir.Model, name: str, value: object, like: ir.Value) -> ir.Value:
         """Add numbers as an initializer, which a training of the file can train on."""
@@ -229,8 +313,10 @@ class Calibration(Learning):
 
 
 def replace_output(model: ir.Model, y: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
-    """Give a value the name, the notes and the place of an output."""
+    """Give a value the name, the notes and the place of another, which may be an output."""
     redirect(uses, new)
+    if y.producer() is None and not y.is_graph_output():  # an input keeps its name
+        return
     name, y.name = y.name, f"{y.name}/before"
     metadata.copy(y, new)
     new.name, new.type, new.shape = name, y.type, y.shape
@@ -459,11 +545,8 @@ class VarianceScaling(Learning):
             model.graph.outputs.append(variance)
 
     def _values(self, model: ir.Model) -> tuple[ir.Value, ir.Value | None]:
-        outputs = {name_of(y): y for y in model.graph.outputs}
-        of_means = [name for name in outputs if f"{name}.variance" in outputs]
-        name = self.output or (of_means[0] if len(of_means) == 1 else None)
-        y = floating_output(model, name, "output")
-        return y, outputs.get(f"{y.name}.variance")
+        y = self.own_output(model)
+        return y, next((x for x in model.graph.outputs if x.name == f"{y.name}.variance"), None)
 
 
 def matching(owner: Pass, targets: np.ndarray, predicted: np.ndarray) -> np.ndarray:

@@ -10,14 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dims_of, name_of, rank
 from graphopt.intervals import within
-from passes.calibration import Learning, matching
-from passes.differentiate import floating_output
+from passes.calibration import Learning, OfClasses, matching
 
 __all__ = ["PredictionInterval", "PredictionSet"]
 
@@ -54,7 +52,7 @@ class _Conformal(Learning):
 
 
 @dataclass(frozen=True)
-class PredictionSet(_Conformal):
+class PredictionSet(OfClasses, _Conformal):
     """Add outputs `probability` [N, classes] and `set` [N, classes]: the set has the right class in 1 - alpha of rows.
 
     The score of a class is minus its probability for `lac` (Sadinle, Lei, Wasserman 2019). For `aps`, it is the sum of
@@ -85,22 +83,22 @@ class PredictionSet(_Conformal):
     def adapted(self, model: ir.Model, read: Read) -> PredictionSet:
         model = model.clone()
         ensure_typed(model)
+        known = self.looked_at(model, read)
         with Emitter(model) as op:
             y = op.Identity(
-                self._scores(op, self.scores(model).emit_probabilities(op)), _outputs=["set.scores"]
+                self._scores(op, known.scores(model).emit_probabilities(op)), _outputs=["set.scores"]
             )
         scores, targets = self.on_rows(model, y, read)
         numbers = self.class_numbers(targets, scores.shape[1])
         own = np.take_along_axis(scores, numbers[:, None], axis=1)[:, 0]
         if not self.by_class:
-            return replace(self, threshold=(self.threshold_of(own),))
+            return replace(known, threshold=(self.threshold_of(own),))
         of_classes = (self.threshold_of(own[numbers == c], f" of class {c}") for c in range(scores.shape[1]))
-        return replace(self, threshold=tuple(of_classes))
+        return replace(known, threshold=tuple(of_classes))
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        for name in ("probability", "set"):
-            state.check_free(model, name)
+        self.check_free(model, "probability", "set")
         with Emitter(model) as op:
             p = op.Identity(self.scores(model).emit_probabilities(op), _outputs=["probability"])
             most = op.constant(np.array(self.threshold), like=p)
@@ -155,8 +153,7 @@ class PredictionInterval(_Conformal):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         y = self._output(model)
-        for name in ("lower", "upper"):
-            state.check_free(model, name)
+        self.check_free(model, "lower", "upper")
         with Emitter(model) as op:
             low, high = (y, y) if self.score == "absolute" else op.Split(y, [1, 1], axis=1, _outputs=2)
             margin = op.constant(np.array((self.threshold or (0.0,))[0]), like=y)
@@ -164,7 +161,7 @@ class PredictionInterval(_Conformal):
             model.graph.outputs.append(op.Identity(high + margin, _outputs=["upper"]))
 
     def _output(self, model: ir.Model) -> ir.Value:
-        y = floating_output(model, self.output, "output")
+        y = self.own_output(model)
         fits = dims_of(y)[1:] in (((), (1,)) if self.score == "absolute" else ((2,),))
         if y.shape is None or not fits or not rank(y):
             expected = (

@@ -9,18 +9,16 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
-from graphopt.graph import state
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import constant_of, dims_of, given, like, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, name_of, rank
 from graphopt.intervals import within
-from passes.calibration import Learning, Scores
-from passes.differentiate import floating_output
+from passes.calibration import OfClasses, Scores
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.walk import zeros
 from passes.losses.frozen import put_in
@@ -34,7 +32,7 @@ _MOST_WEIGHTS, _MOST_NUMBERS = 8192, 2**26  # of a layer whose matrix is solved,
 
 
 @dataclass(frozen=True)
-class LastLayerLaplace(Learning):
+class LastLayerLaplace(OfClasses):
     """Add the variance of each output, by the weights of the last layer that fit the rows that trained nearly as well.
 
     The posterior of these weights is a normal distribution around them, whose precision is the generalized Gauss-Newton
@@ -123,6 +121,11 @@ class LastLayerLaplace(Learning):
         if self.prior_precision != "marginal":
             return float(self.prior_precision)
         found, square = 1.0, float(np.square(weight).sum())
+        if not square:
+            raise GraphoptError(
+                "LastLayerLaplace(prior_precision='marginal'): expected last weights other than 0, found all "
+                "0: train the model, or name a number"
+            )
         for _ in range(1000):
             found, last = float((precision / (precision + found)).sum()) / square, found
             if abs(found - last) <= 1e-9 * found:
@@ -133,9 +136,9 @@ class LastLayerLaplace(Learning):
         assert self.factors is not None
         ensure_typed(model)
         y, x, _, features = self._layer(model)
-        output = floating_output(model, self.output, "output")
+        output = self.own_output(model)
         name = f"{output.name}.variance"
-        state.check_free(model, name)
+        self.check_free(model, name, *(["probability"] if self.task == "classification" else []))
         outputs, inputs, _ = self.factors.shape
         with Emitter(model) as op:
             roots = self.factors.transpose(1, 0, 2).reshape(inputs, -1)
@@ -148,14 +151,13 @@ class LastLayerLaplace(Learning):
                 variance = op.Squeeze(variance, [1])
             model.graph.outputs.append(op.Identity(variance, _outputs=[name]))
             if self.task == "classification":
-                state.check_free(model, "probability")
                 scaled = like(y / op.Sqrt(1 + (np.pi / 8) * variance), y)
                 rates = Scores(scaled, scaled, None).emit_probabilities(op)
                 model.graph.outputs.append(op.Identity(rates, _outputs=["probability"]))
 
     def _layer(self, model: ir.Model) -> tuple[ir.Value, ir.Value, np.ndarray, int]:
         """Return the last layer's output, what it reads, its weight with the bias as last row, and its features."""
-        y = floating_output(model, self.output, "output")
+        y = self.own_output(model)
         if self.task == "classification":
             y = self.scores(model).logits or y
         node, bias = y.producer(), None
@@ -199,7 +201,7 @@ class LastLayerLaplace(Learning):
 
 
 @dataclass(frozen=True)
-class _Samples(Learning):
+class _Samples(OfClasses):
     """Add outputs `OUTPUT.mean` and `OUTPUT.variance` over several predictions, and for classes two more.
 
     `probability` is the mean of the probabilities, and `OUTPUT.mutual_information` the entropy of this mean minus the
@@ -214,18 +216,17 @@ class _Samples(Learning):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        y = floating_output(model, self.output, "output")
+        y = self.own_output(model)
         scores = self.scores(model) if self.task == "classification" else None
         names = [f"{y.name}.mean", f"{y.name}.variance"]
         names += ["probability", f"{y.name}.mutual_information"] if scores else []
-        for name in names:
-            state.check_free(model, name)
+        self.check_free(model, *names)
         with Emitter(model) as op:
             count, sums = self.sums(op, model, y, scores)
             means = [total / count for total in sums]
             found = [y + means[0], means[1] - means[0] * means[0]]
             if scores is not None:
-                found += [means[2], _entropy(op, means[2]) - means[3]]
+                found += [means[2], op.Max(_entropy(op, means[2]) - means[3], 0.0)]  # rounding makes it less
             model.graph.outputs.extend(
                 op.Identity(value, _outputs=[name]) for value, name in zip(found, names, strict=True)
             )
@@ -249,7 +250,7 @@ def _terms(op: Emitter, sample: ir.Value, y: ir.Value, scores: Scores | None) ->
 
 
 def _entropy(op: Emitter, p: ir.Value) -> ir.Value:
-    return -op.ReduceSum(p * op.Log(op.Max(p, 1e-30)), [1], keepdims=0)
+    return -op.ReduceSum(p * op.Log(op.Max(p, float(np.finfo(dtype_of(p).numpy()).tiny))), [1], keepdims=0)
 
 
 @dataclass(frozen=True)
@@ -328,6 +329,14 @@ class Ensemble(_Samples):
     """
 
     members: Sequence[Source]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.members, list | tuple) or not self.members:
+            raise GraphoptError(
+                f"Ensemble: expected a list of one other model or more, found "
+                f"{kind_of(self.members) if self.members else 'none'}: write passes.Ensemble([model])"
+            )
 
     def sums(
         self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None

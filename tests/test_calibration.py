@@ -281,7 +281,16 @@ def some(count: int, data: dict[str, np.ndarray] | None = None) -> dict[str, np.
 TWO = "g (float[N,5] x) => (float[N,5] y, float[N,5] z) { y = Identity(x) z = Exp(x) }"
 INSIDE = "g (float[N,5] x) => (double[N,5] y) { z = Add(x, x) p = Softmax(z) y = Cast<to = 11>(p) }"
 COLUMN = "g (float[N,5] x) => (float[N,1] y) { a = Constant<value_ints = [1]>() y = ReduceSum(x, a) }"
+SIGMOIDS = "g (float[N,5] x) => (float[N,5] y) { y = Sigmoid(x) }"
+RATE = "g (float[N,1] x) => (float[N,1] y) { y = HardSigmoid(x) }"
+ROWS = "g (float[N,5] x) => (float[N,5] y) { y = Softmax<axis = 0>(x) }"
+SETS = "g (float[N,5] x) => (float[N,5] y, bool[N,5] set) { y = Identity(x) set = Greater(y, y) }"
+UNSURE = "g (float[N,5] x) => (float[N,5] y, float[N,5] v) { y = Identity(x) v = Exp(x) }"
 IMAGES = "g (float[N,5] x) => (float[N,5,1] y) { a = Constant<value_ints = [2]>() y = Unsqueeze(x, a) }"
+
+
+def two() -> dict[str, np.ndarray]:
+    return {"x": rows()["x"][:, :1], "target": rows()["target"] // 3}
 
 
 @pytest.mark.parametrize(
@@ -353,13 +362,64 @@ IMAGES = "g (float[N,5] x) => (float[N,5,1] y) { a = Constant<value_ints = [2]>(
             "expected an output [N, 2], a lower and an upper qu",
         ),
         (LOGITS, rows(), passes.VarianceScaling(), "expected targets of shape [400, 5], found [400]"),
+        (
+            SIGMOIDS,
+            rows(),
+            passes.Temperature(),
+            "one label for each row, found a Sigmoid for each of 5 columns of 'y'",
+        ),
+        (
+            SIGMOIDS,
+            rows(),
+            passes.PredictionSet(),
+            "one label for each row, found a Sigmoid for each of 5 columns",
+        ),
+        (
+            RATE,
+            two(),
+            passes.Platt(),
+            "expected from_logits=true or false, since 'y' is between 0 and 1 in all rows",
+        ),
+        (
+            ROWS,
+            rows(),
+            passes.Temperature(),
+            "expected a Softmax over the classes of each row, found 'y' of shape",
+        ),
+        (
+            SETS,
+            rows(),
+            passes.Temperature(output="y"),
+            "found the output 'set': calibrate before PredictionSet",
+        ),
+        (
+            UNSURE,
+            rows(),
+            passes.VectorScaling(),
+            "found the output 'y.variance': calibrate before PredictionSet, Las",
+        ),
+        (
+            SETS,
+            rows(),
+            passes.PredictionSet(output="y"),
+            "expected a model without the output 'set', which it adds",
+        ),
+        (
+            LOGITS.replace("x", "target"),
+            rows(),
+            passes.Temperature(),
+            "expected a model without an input 'target'",
+        ),
     ],
 )
 def test_bad_input_is_answered_in_one_line(
     text: str, data: dict[str, np.ndarray], calibration: passes.Calibration, message: str
 ) -> None:
+    file = model(text)
+    if text is UNSURE:
+        file.graph.output[1].name = file.graph.node[1].output[0] = "y.variance"
     with pytest.raises(GraphoptError) as error:
-        graphopt.calibrate(model(text), data, calibration)
+        graphopt.calibrate(file, data, calibration)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -369,6 +429,89 @@ def test_passes_are_needed_and_learn_by_calibrate_alone() -> None:
         graphopt.calibrate(model(LOGITS), rows())
     with pytest.raises(GraphoptError, match=r"Temperature learns from rows that did not train: call"):
         graphopt.compile(models.linear((2,), 3), training=passes.Temperature(), loss=passes.CrossEntropy())
+
+
+def probabilities() -> dict[str, np.ndarray]:
+    return {**rows(), "x": softmax(rows()["x"].astype(np.float64), axis=1).astype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "passed", [passes.Temperature(), passes.VectorScaling(), passes.PredictionSet(0.1)], ids=repr
+)
+def test_an_output_of_unknown_origin_that_sums_to_1_has_probabilities(passed: passes.Calibration) -> None:
+    """A tree's were taken for logits, so that calibrated ones summed to another number."""
+    found = graphopt.run(
+        graphopt.calibrate(model(LOGITS), probabilities(), passed), {"x": probabilities()["x"]}
+    )
+    logits = {**rows(), "x": np.log(probabilities()["x"])}
+    peer = graphopt.run(graphopt.calibrate(model(LOGITS), logits, passed), {"x": logits["x"]})
+    if "set" in found:
+        np.testing.assert_array_equal(found["set"], peer["set"])
+    y, expected = (
+        (found["probability"], peer["probability"]) if "set" in found else (found["y"], softmax(peer["y"], 1))
+    )
+    np.testing.assert_allclose(y, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("ending", ["LogSoftmax<axis = 1>(x)", "Softmax<axis = 1>(x)"])
+def test_a_logarithm_of_probabilities_stays_one(ending: str) -> None:
+    text = f"g (float[N,5] x) => (float[N,5] y) {{ y = {ending} }}"
+    found = graphopt.run(
+        graphopt.calibrate(model(text), rows(), passes.Temperature(), passes.PredictionSet(0.1)),
+        {"x": rows()["x"]},
+    )
+    p = np.exp(found["y"]) if "Log" in ending else found["y"]
+    np.testing.assert_allclose(p.sum(1), 1, atol=1e-5)
+    np.testing.assert_allclose(found["probability"], p, atol=1e-6)
+
+
+def test_a_label_that_reads_the_logits_agrees() -> None:
+    text = "y = Softmax<axis = 1>(z) label = ArgMax<axis = 1, keepdims = 0>(z)"
+    text = f"g (float[N,5] x) => (float[N,5] y, int64[N] label) {{ z = Identity(x) {text} }}"
+    found = graphopt.run(graphopt.calibrate(model(text), rows(), passes.VectorScaling()), {"x": rows()["x"]})
+    np.testing.assert_array_equal(found["label"], found["y"].argmax(1))
+    assert (found["label"] != rows()["x"].argmax(1)).any()
+
+
+def test_a_variance_and_an_interval_are_learnt_together_and_again() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 5)).astype(np.float32)
+    data = {"x": x, "target": x.sum(1, keepdims=True) + rng.standard_normal((60, 1))}
+    both = graphopt.calibrate(model(COLUMN), data, passes.VarianceScaling(), passes.PredictionInterval(0.1))
+    again = graphopt.run(graphopt.calibrate(both, data, passes.VarianceScaling()), {"x": x})
+    np.testing.assert_allclose(
+        again["y.variance"], np.square(x.sum(1) - data["target"][:, 0]).mean(), rtol=1e-5
+    )
+    assert {"lower", "upper"} <= again.keys()
+
+
+def test_a_file_of_scikit_learn_keeps_its_outputs_and_its_opset() -> None:
+    """The label was lost, and an inner value took its place."""
+    nodes = "z = Mul(x, x) y = Softmax<axis = 1>(z) n = ArgMax<axis = 1, keepdims = 0>(z)"
+    text = f"g (float[N,3] x) => (string[N] label, float[N,3] y) {{ {nodes} label = Gather(names, n) }}"
+    file = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 15]> {text}')
+    file.graph.initializer.append(
+        onnx.helper.make_tensor("names", onnx.TensorProto.STRING, [3], [b"a", b"b", b"c"])
+    )
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((60, 3)).astype(np.float32), "target": rng.integers(0, 3, 60)}
+    calibrated = graphopt.calibrate(file, data, passes.VectorScaling(), passes.PredictionSet(0.1))
+    assert [y.name for y in calibrated.graph.outputs] == ["label", "y", "probability", "set"]
+    assert (calibrated.opset_imports[""], calibrated.ir_version) == (15, 8)
+    found = graphopt.run(calibrated, {"x": data["x"]})
+    np.testing.assert_array_equal(found["label"], np.array(["a", "b", "c"])[found["y"].argmax(1)])
+    explained = graphopt.explain(file, passes.Ensemble([file]))
+    assert [y.name for y in explained.graph.outputs][:2] == ["label", "y"]
+    assert explained.opset_imports[""] == 15
+
+
+def test_a_fixed_batch_learns_from_all_rows() -> None:
+    """The last three rows were left out."""
+    fixed = model("g (float[7,5] x) => (float[7,5] y) { y = Identity(x) }")
+    found, expected = (
+        graphopt.calibrate(each, some(10), passes.Temperature()) for each in (fixed, model(LOGITS))
+    )
+    np.testing.assert_allclose(*(numbers(each)["y.log_temperature"] for each in (found, expected)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("classes", [2, 3])
@@ -392,6 +535,19 @@ def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
     found = graphopt.run(sure.to_onnx(), {"X": x.astype(np.float32)})
     np.testing.assert_allclose(found["probabilities"], expected, atol=1e-5)
     np.testing.assert_array_equal(found["label"], sure.predict(x))
+
+
+def test_the_classifier_that_makes_no_mistake_keeps_its_probabilities() -> None:
+    x = np.repeat([-1.0, 1.0], 50)[:, None]
+    options = {"hidden_layer_sizes": (), "learning_rate_init": 0.5, "max_iter": 200, "random_state": 0}
+    classifier = graphopt.OnnxClassifier(calibration=0.2, tol=0, **options)
+    with pytest.warns(
+        UserWarning, match="calibration: probabilities stay as they are: Temperature: expected rows"
+    ):
+        classifier.fit(x, x[:, 0] > 0)
+    assert classifier.log_temperature_ == 0
+    classifier.partial_fit(x, x[:, 0] > 0)
+    assert not hasattr(classifier, "log_temperature_")
 
 
 def test_the_classifier_refuses_to_calibrate_several_labels() -> None:
@@ -438,6 +594,13 @@ def test_a_run_is_calibrated_on_the_rows_that_it_held_out(
     assert page.count("<svg") == 2
     assert "negative log-likelihood" in page
     for words, message in (
+        *(
+            (
+                ["calibrate", "run", f"fit.{word}"],
+                f"the run's own seed, shuffle and validation, found fit.{word}: leave",
+            )
+            for word in ("seed=2", "validation=0.3")
+        ),
         (["calibrate", "run", "rows=trained"], "rows=trained: expected rows that did not train"),
         (
             ["calibrate", "run", "calibrate=none"],

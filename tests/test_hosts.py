@@ -219,9 +219,9 @@ def test_state_stands_where_the_contract_says(exported: Any) -> None:
         np.testing.assert_array_equal(np.frombuffer(part, x["type"]).reshape(x["shape"]), arrays[x["name"]])
 
 
-@pytest.mark.parametrize(("name", "first"), [("mlp", "1.8"), ("lstm", "1.19")])
+@pytest.mark.parametrize(("name", "first"), [("mlp", "1.9"), ("lstm", "1.19")])
 def test_the_contract_names_the_first_runtime_that_is_right(name: str, first: str, tmp_path: Path) -> None:
-    """Up to 1.18, a Scan whose body shares memory is wrong."""
+    """Up to 1.18, a Scan whose body shares memory is wrong. `train_steps` has opset 15, which 1.8 cannot read."""
     graphopt.export_hosts(GRAPHS[name][0](), tmp_path)
     assert json.loads((tmp_path / "host.json").read_text())["runtime"]["onnxruntime"] == first
 

@@ -241,3 +241,25 @@ def test_bad_input_is_answered_in_one_line(of: object, unsure: Pass, message: st
         graphopt.calibrate(of(), {"x": X, "target": np.zeros(60, np.int64)}, unsure)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_of_float16_what_is_unsure_is_finite() -> None:
+    """The logarithm of 0 made it NaN."""
+    text = "g (float16[N,4] x) => (float16[N,4] y) { y = Identity(x) }"
+    unsure = graphopt.explain(model(text), passes.Ensemble([model(text)]))
+    found = graphopt.run(unsure, {"x": np.float16([[30, 0, 0, -30], [0, 0, 0, 0]])})["y.mutual_information"]
+    assert (found >= 0).all()
+    assert (found < 1e-2).all()
+
+
+@pytest.mark.parametrize("members", [[], "nofile.onnx"])
+def test_an_ensemble_has_members(members: object) -> None:
+    with pytest.raises(GraphoptError, match="Ensemble: expected a list of one other model or more, found "):
+        passes.Ensemble(members)
+
+
+def test_a_layer_of_zeros_has_no_marginal_prior() -> None:
+    flat = model("g (float[N,4] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.zeros((4, 1)))
+    data = {"x": X, "target": X.sum(1, keepdims=True)}
+    with pytest.raises(GraphoptError, match="expected last weights other than 0"):
+        graphopt.calibrate(flat, data, passes.LastLayerLaplace(task="regression"))

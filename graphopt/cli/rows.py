@@ -27,7 +27,12 @@ def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]
             "rows=trained: expected rows that did not train, which calibrate learns from, found others: leave rows out"
         )
     source = f"{recipe.choices['data']}, "
-    if record is None or not _has_data_of(record, recipe):
+    if record is None or (other := _other_than(record, recipe)):
+        if run == "calibrate" and wanted is None and record is not None and other in DECIDING:
+            raise GraphoptError(
+                f"calibrate: expected the run's own seed, shuffle and validation, found "
+                f"fit.{other}={recipe.fields['fit'].get(other)}: leave it out, name other data, or rows=all"
+            )
         if wanted in ("held_out", "trained"):
             raise GraphoptError(
                 f"rows={wanted}: expected a run with its own data, seed, shuffle and validation, found others: leave "
@@ -55,10 +60,12 @@ def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]
     return data, f"{source}{len(data):,} rows, of which the run trained on {count}"
 
 
-def _has_data_of(record: RunRecord, recipe: Recipe) -> bool:
+def _other_than(record: RunRecord, recipe: Recipe) -> str:
+    """Return `data` if the recipe has other data than the run, a field of DECIDING that it has changed, or nothing."""
     then, now = record.resolved.get("fit"), recipe.fields["fit"]
-    is_same = isinstance(then, dict) and all(then.get(name) == now.get(name) for name in DECIDING)
-    return is_same and record.resolved.get("data") == recipe.fields["data"]
+    if not isinstance(then, dict) or record.resolved.get("data") != recipe.fields["data"]:
+        return "data"
+    return next((name for name in DECIDING if then.get(name) != now.get(name)), "")
 
 
 def _trained_and_held_out(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:

@@ -360,8 +360,13 @@ class TrainingRows:
         rows = max(rows, fixed or 0)
         drawn = np.random.default_rng(0).permutation(self._rows)[:rows]  # a folder has its rows by class
         for part in Batches.split(drawn, fixed or ROWS_AT_ONCE):
+            found = compute(batches.take(np.resize(part, fixed or len(part))))
             if fixed in (None, len(part)):
-                yield compute(batches.take(part))
+                yield found
+            elif all(
+                np.ndim(y) and len(y) == fixed for y in found.values()
+            ):  # rows that fill it up are cut off
+                yield {name: y[: len(part)] for name, y in found.items()}
 
 
 def draw(

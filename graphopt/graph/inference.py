@@ -242,6 +242,34 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> ModelParts:
     return whole
 
 
+def as_it_came(model: ir.Model, own: Sequence[str]) -> ir.Model:
+    """Return a rewritten model with the outputs of its file, those that are no tensors left out, and with the new ones.
+
+    It has the opset and the IR version of the file, or the lowest opset that has all operators.
+
+    Args:
+        own: the names of the outputs before it was rewritten, some of which the file computes but does not return.
+    """
+    opset, ir_version = versions_of(model)
+    detached = Detached.read(model) or Detached(tuple(own), ())
+    parts = [ir.from_proto(part) for part in detached.models()[::-1] if has_tensors(part)]
+    version = rewrite_in([model, *parts], opset)
+    model.ir_version = ir_version if version == opset else max(ir_version, ir_version_of(version))
+    proto = ir.to_proto(model)
+    known = {y.name for y in [*proto.graph.output, *(y for part in parts for y in part.graph.outputs)]}
+    order = [name for name in detached.outputs if name in known]
+    order += [name_of(y) for y in model.graph.outputs if y.name not in own]
+    restore(proto, [ir.to_proto(part) for part in parts], order)
+    restored = ir.from_proto(proto)
+    Detached.remove(restored)
+    return restored
+
+
+def has_tensors(part: onnx.ModelProto) -> bool:
+    """Return whether all outputs of a detached part are tensors."""
+    return all(y.type.HasField("tensor_type") for y in part.graph.output)
+
+
 def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:
     """Return the part of a model that computes the values with some names."""
     model = ir.from_proto(proto)

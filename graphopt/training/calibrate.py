@@ -5,10 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.arguments import checked
+from graphopt.data.dataset import TARGET
 from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.data.loader import TrainingRows
 from graphopt.derivatives import normalized
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.inference import as_it_came
 from graphopt.graph.loading import Source
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.values import name_of
@@ -46,9 +48,15 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
         )
     if not has_rows(data):
         raise GraphoptError(f"calibrate: expected data with rows, found {kind_of(data)}: give arrays by name")
-    loaded = normalized(model)
+    loaded = normalized(model, restored=True)
+    if any(x.name == TARGET for x in loaded.graph.inputs):
+        raise GraphoptError(
+            f"calibrate: expected a model without an input {TARGET!r}, the name of the targets in the data, found one: "
+            "rename it"
+        )
     rows = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
     read = TrainingRows(rows, loaded, range(len(rows)), opened, allow_nan=allow_nan)
+    own = [name_of(y) for y in loaded.graph.outputs]
     for each in passes:
         (each.adapted(loaded, read) if each.learns else each).apply(loaded)
-    return loaded
+    return as_it_came(loaded, own)

@@ -74,7 +74,7 @@ def drop_last(model: ir.Model) -> None:
         if (
             len(x.uses()) == 1
             and not x.is_graph_output()
-            and not any(mask.uses() for mask in drop.outputs[1:])
+            and not any(mask.uses() or mask.is_graph_output() for mask in drop.outputs[1:])
         ):
             readers = list(y.uses())
             node.replace_input_with(0, drop.inputs[0])

@@ -48,7 +48,8 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         class_weight: weights of labels in a dictionary, or `balanced` for the inverse of their frequency. They
             multiply `sample_weight`.
         calibration: the share of rows that `fit` keeps from training, and by which `passes.Temperature` calibrates
-            probabilities afterwards; None for none. `get_trained_onnx` returns the model as it trained.
+            probabilities afterwards; None for none. `get_trained_onnx` returns the model as it trained. `partial_fit`
+            undoes it. Rows without a mistake leave probabilities as they are, with a warning.
 
     Attributes:
         log_temperature_: the logarithm of the temperature, with `calibration`.
@@ -84,6 +85,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
 
     def _fit(self, X: Any, y: Any, sample_weight: object, **options: Any) -> OnnxClassifier:
         self._temperature = passes.Temperature(log_temperature=0.0)
+        self.__dict__.pop("log_temperature_", None)
         if self.calibration is None or options.get("incremental"):
             return super()._fit(X, y, sample_weight, **options)
         if type_of_target(y) == "multilabel-indicator" or not _has_probabilities(self):
@@ -96,9 +98,12 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         )
         train, held_out = parts[::2], parts[1::2]
         super()._fit(train[0], train[1], *(train[2:] or [None]), **options)
-        self._temperature = passes.Temperature.of(
-            self.predict_proba(held_out[0]), self._encoded(held_out[1])[:, 0]
-        )
+        try:
+            self._temperature = passes.Temperature.of(
+                self.predict_proba(held_out[0]), self._encoded(held_out[1])[:, 0]
+            )
+        except GraphoptError as error:
+            warnings.warn(f"calibration: probabilities stay as they are: {error}", stacklevel=3)
         self.log_temperature_ = self._temperature.log_temperature
         return self
 

@@ -22,11 +22,13 @@ def _log_softmax(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     return [op.Sub(shifted, op.Log(op.ReduceSum(op.Exp(shifted), axis)))]
 
 
-def _log_sum_exp(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+def _log_sum_exp(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Write ReduceLogSumExp as max + log sum exp (x - max). The kernel is infinite from 89 on."""
     along_none = ALONG_NO_AXIS[node.op_type](op, node)
     if along_none is not None:
         return along_none
+    if "axes" in node.attributes:  # before opset 18
+        return None
     x, axes = given(node.inputs[0]), node.inputs[1] if len(node.inputs) > 1 else None
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     largest = op.ReduceMax(x, axes, **{**attributes, "keepdims": 1})
