@@ -84,11 +84,9 @@ def fisher(model: Source, data: Mapping[str, np.ndarray], loss: Pass) -> dict[st
     """
     import passes
 
-    graph, sums, rows = (
-        _of_examples(model, loss, passes.ExampleGradients("squares")),
-        dict[str, np.ndarray](),
-        0,
-    )
+    graph = _of_examples(model, loss, passes.ExampleGradients("squares"))
+    sums: dict[str, np.ndarray] = {}
+    rows = 0
     for count, found in _by_batch(graph, data):
         rows += count
         for name, total in found.items():

@@ -71,11 +71,11 @@ class LastLayerLaplace(OfClasses):
     def adapted(self, model: ir.Model, read: Read) -> LastLayerLaplace:
         model = model.clone()
         ensure_typed(model)
-        y, read_by, weight, _ = self._layer(model)
+        y, read_by, weight, features = self._layer(model)
         x, _ = self.on_rows(model, read_by, read)
         z, _ = self.on_rows(model, y, read)
         x = np.concatenate([x, np.ones((len(x), len(weight) - x.shape[1]))], axis=1)
-        covariances = self._covariances(x, self._curvature(z.reshape(len(z), -1)), weight)
+        covariances = self._covariances(x, self._curvature(z.reshape(len(z), -1)), weight, features)
         return replace(self, factors=np.linalg.cholesky(covariances))
 
     def _curvature(self, z: np.ndarray) -> np.ndarray:
@@ -89,8 +89,14 @@ class LastLayerLaplace(OfClasses):
         p /= p.sum(1, keepdims=True)
         return p[:, :, None] * (np.eye(p.shape[1]) - p[:, None, :])
 
-    def _covariances(self, x: np.ndarray, curvature: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """Return the covariance of each output's weights, [outputs, features, features]; a bias is a feature of 1."""
+    def _covariances(
+        self, x: np.ndarray, curvature: np.ndarray, weight: np.ndarray, features: int
+    ) -> np.ndarray:
+        """Return the covariance of each output's weights, [outputs, inputs, inputs]; a bias is an input of 1, the last.
+
+        Args:
+            features: the number of inputs without the bias.
+        """
         (rows, inputs), outputs = x.shape, curvature.shape[1]
         if self.structure == "diag":
             sums = np.einsum("nc,nd->cd", np.einsum("ncc->nc", curvature), x * x)
@@ -106,14 +112,15 @@ class LastLayerLaplace(OfClasses):
                 @ vectors.swapaxes(1, 2)
             )
         # Features and the bias have factors of their own, as KFAC of a linear layer has.
-        count = inputs - int((x[:, -1] == 1).all())
         left, u = np.linalg.eigh(curvature.sum(0))
-        right, v = np.linalg.eigh(x[:, :count].T @ x[:, :count] / rows)
+        right, v = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
         left, right = left.clip(0), right.clip(0)
         prior = self._prior(np.concatenate([np.outer(left, right).reshape(-1), left]), weight)
         found = np.zeros((outputs, inputs, inputs))
-        found[:, :count, :count] = (v * ((u * u) @ (1 / (np.outer(left, right) + prior)))[:, None, :]) @ v.T
-        found[:, count:, count:] = ((u * u) @ (1 / (left + prior)))[:, None, None]
+        found[:, :features, :features] = (
+            v * ((u * u) @ (1 / (np.outer(left, right) + prior)))[:, None, :]
+        ) @ v.T
+        found[:, features:, features:] = ((u * u) @ (1 / (left + prior)))[:, None, None]
         return found
 
     def _prior(self, precision: np.ndarray, weight: np.ndarray) -> float:
@@ -185,6 +192,11 @@ class LastLayerLaplace(OfClasses):
             )
         features, outputs = weight.shape
         rows = features + (bias is not None)
+        if bias is not None and bias.size not in (1, outputs):
+            raise GraphoptError(
+                f"LastLayerLaplace: expected a bias of {outputs} numbers before {name_of(y)!r}, found one of shape "
+                f"{bias.shape}: name an output of a plain layer"
+            )
         if self.structure == "full" and rows * outputs > _MOST_WEIGHTS:
             raise GraphoptError(
                 f"LastLayerLaplace: expected at most {_MOST_WEIGHTS} weights for structure='full', found "

@@ -263,3 +263,17 @@ def test_a_layer_of_zeros_has_no_marginal_prior() -> None:
     data = {"x": X, "target": X.sum(1, keepdims=True)}
     with pytest.raises(GraphoptError, match="expected last weights other than 0"):
         graphopt.calibrate(flat, data, passes.LastLayerLaplace(task="regression"))
+
+
+def test_a_feature_that_is_always_1_is_no_bias() -> None:
+    """The order of the features changes nothing."""
+    rng = np.random.default_rng(3)
+    x = np.append(rng.standard_normal((60, 3)), np.ones((60, 1)), 1).astype(np.float32)
+    w, target = rng.standard_normal((4, 3)).astype(np.float32), rng.integers(0, 3, 60)
+    found = []
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+        file = model("g (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }", w=w[order])
+        rows = {"x": x[:, order], "target": target}
+        unsure = graphopt.calibrate(file, rows, passes.LastLayerLaplace(0.7, "kron"))
+        found.append(graphopt.run(unsure, {"x": x[:, order]})["y.variance"])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
