@@ -331,8 +331,12 @@ SURE = [
     *of(
         "passes/calibration.py",
         "calibration",
-        ("softmax_is_applied_once", "return Scores(y, given(node.inputs[0]), node.op_type)", "pass"),
-        ("platts_line", "if scores.logits is y else scores.emit_rates(op, z)", ""),
+        (
+            "softmax_is_applied_once",
+            "scores = Scores(y, given(node.inputs[0]), node.op_type)",
+            "scores = Scores(y, y, None)",
+        ),
+        ("platts_line", "scores.emit_rates(op, z) if scores.logits is None else z", "z"),
     ),
     *of(
         "passes/uncertainty.py",

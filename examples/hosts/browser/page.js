@@ -20,6 +20,7 @@ const drawn = []; // the user's digits: { image, label }
 const pictures = []; // files of the user, of which the first is on the pad
 let trainer, digits, provider;
 let training = false;
+let prediction = Promise.resolve(); // the one shown last
 
 async function main() {
   ort.env.wasm.wasmPaths = new URL("./onnxruntime/", import.meta.url).href;
@@ -374,7 +375,7 @@ function drawing() {
       const x = Math.floor(x0 + (((i & 7) + ((j & 7) + 0.5) / parts) * side) / 8);
       sum += y < 0 || y > 255 || x < 0 || x > 255 ? 0 : ink[y * 256 + x];
     }
-    return sum / (parts * parts);
+    return Math.round((255 * sum) / (parts * parts)) / 255; // as shown: 8 bits may turn a kink
   });
 }
 
@@ -389,8 +390,12 @@ async function explain(image) {
   return explanation.data;
 }
 
-/** Show what the network takes the drawing for. */
-async function predictDrawing() {
+/** Show what the network takes the drawing for, one after the other: sessions opened together share external data. */
+function predictDrawing() {
+  return (prediction = prediction.catch(() => {}).then(showPrediction));
+}
+
+async function showPrediction() {
   const image = drawing();
   showSeen(image ?? new Float32Array(PIXELS));
   const shares = image ? softmax((await trainer.predict({ x: image })).y.data) : new Float32Array(10);
