@@ -85,10 +85,12 @@ def test_hidden_files_are_skipped_and_folders_may_be_deep(folder: Path) -> None:
 
 
 def test_files_that_are_not_images_are_skipped_with_one_warning(folder: Path) -> None:
-    for name in ("Thumbs.db", "desktop.ini", "notes.txt", "labels.csv"):
+    for name in ("Thumbs.db", "desktop.ini", "notes.txt", "labels.csv", "web page.jpg"):
         (folder / "cat" / name).write_text("no image")
+    (folder / "cat" / "empty.png").touch()
+    (folder / "cat" / "vectors.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     with pytest.warns(
-        UserWarning, match=r"images: skipped files that are not images: .*Thumbs\.db, .* and 1 more$"
+        UserWarning, match=r"images: skipped files that are not images: .*Thumbs\.db, .* and 4 more$"
     ) as told:
         found = data.images(str(folder))
     assert len(told) == 1
@@ -185,16 +187,9 @@ def test_classes_by_name(folder: Path) -> None:
         data.images(str(folder), labels=["wolf", "cat"])
 
 
-def broken(folder: Path, content: bytes) -> None:
-    (folder / "cat" / "broken.jpg").write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("change", "options", "error"),
     [
-        (lambda f: broken(f, b"no image"), {}, r"cat/broken\.jpg: expected an image \(BMP, GIF, .*\), found another"),
-        (lambda f: broken(f, b""), {}, r"cat/broken\.jpg: expected an image"),
-        (lambda f: broken(f, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), {}, "expected an image"),
         (lambda f: os.mkfifo(f / "cat" / "pipe"), {}, "cat/pipe: expected a file, found a device or a pipe"),
         (lambda f: os.symlink("nowhere", f / "cat" / "link"), {}, "cat/link: no such file"),
         (lambda f: (f / "empty").mkdir(), {}, "empty: expected images, found an empty folder"),
@@ -239,7 +234,9 @@ def test_damaged_images_are_errors_of_one_line(tmp_path: Path, kind: str) -> Non
         with contextlib.suppress(GraphoptError), catching(found):
             np.asarray(data.images(str(tmp_path), target=None, size=[4, 4]).arrays["x"])
     assert found
-    assert all(one.startswith(str(path)) and "\n" not in one for one in found)
+    assert all(
+        one.startswith((str(path), f"{tmp_path}: expected images")) and "\n" not in one for one in found
+    )
 
 
 @contextlib.contextmanager

@@ -147,13 +147,11 @@ class _Images(LazyArray):
 
 
 def _image_size(file: Path) -> tuple[int, int] | None:
-    """Return the height and the width of an image, or None if a file is not an image by name and contents."""
+    """Return the height and the width of an image, or None if the file is not one."""
     try:
         with _opened(file) as image:
             return image.height, image.width
     except _NoImage:
-        if not file.suffix or file.suffix.lower() in imported(*_PILLOW).registered_extensions():
-            raise
         return None
 
 

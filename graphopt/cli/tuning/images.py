@@ -37,7 +37,7 @@ from graphopt.runtime.executor import run
 
 OPEN_SIZE = (224, 224)  # pixels, if neither the file nor its notes say any
 MOST_NUMBERS = 2**28  # of these images
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # by the mean square of the features
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # beside features whose mean square is 1
 _CHANNELS: dict[Literal["NCHW", "NHWC"], int] = {"NCHW": 1, "NHWC": 3}  # the axis in each layout
 
 
@@ -177,10 +177,10 @@ def _pixels(
 ) -> None:
     """Propose what standardizes pixels: as is said, or noted, or with which features tell the classes best."""
     if said is not None:
-        moments, why = PIXELS[said], f"{said}, as --pixels says"
+        moments, word, why = PIXELS[said], said, "as --pixels says"
     elif notes.moments is not None:
         moments, source = notes.moments
-        why = f"as {source} says"
+        word, why = "", f"as {source} says"
     else:
         count = min(DRAWN, max(2, MOST_NUMBERS // math.prod(form.shape)), len(rows))
         drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
@@ -193,7 +193,8 @@ def _pixels(
         word, why = tried(features, rows.arrays[TARGET][drawn])
         moments = PIXELS[word]
     mean, scale = moments
-    proposed.lines["pixels"] = f"{why}: (x - {_shown(mean)}) / {_shown(scale)} for x from 0 to 1"
+    formula = f"(x - {_shown(mean)}) / {_shown(scale)} of x from 0 to 1"
+    proposed.lines["pixels"] = f"{word and word + ': '}{formula}, {why}"
     if moments != PIXELS["unit"]:
         proposed.fields |= {
             "standardize": "inputs",
@@ -219,10 +220,10 @@ def tried(features: Mapping[str, np.ndarray], classes: np.ndarray) -> tuple[str,
     best = max(shares, key=lambda word: shares[word] - (2 * noise[word] if word == "bytes" else 0))
     others = {word: share for word, share in shares.items() if word != best}
     is_unsure = shares[best] - max(others.values()) < noise[best]
-    unsure = "; the difference is small: set --pixels=WORD if you know" if is_unsure else ""
+    unsure = ": close, so say --pixels=WORD if you know" if is_unsure else ""
     texts = ", ".join(f"{word} {share:.0%}" for word, share in others.items())
     return best, (
-        f"{best}, tried: of {count} images, a linear classifier of the features tells {shares[best]:.0%} ({texts})"
+        f"with which a linear classifier of its features is right on {shares[best]:.0%} of {count} images ({texts})"
         f"{unsure}"
     )
 
@@ -230,7 +231,7 @@ def tried(features: Mapping[str, np.ndarray], classes: np.ndarray) -> tuple[str,
 def share_right(features: np.ndarray, classes: np.ndarray) -> float:
     """Return the share of rows whose class a ridge regression on all other rows predicts, with the best of some ridges.
 
-    With the products K of centred features, G = K + ridge I, and targets Y of 1 and -1, the prediction of a row that
+    With the products K of centred features, whatever their unit, G = K + ridge I, and targets Y of 1 and -1, the prediction of a row that
     is left out is y - (G^-1 Y) / diag(G^-1) (Rifkin and Lippert, "Notes on regularized least squares", 2007).
 
     >>> from graphopt.cli.tuning.images import share_right
@@ -239,11 +240,11 @@ def share_right(features: np.ndarray, classes: np.ndarray) -> float:
     """
     known = np.unique(classes)
     centred = np.nan_to_num(features.astype(np.float64) - features.mean(axis=0, dtype=np.float64))
-    products = centred @ centred.T + 1.0  # with a constant feature
-    targets = np.where(classes[:, None] == known, 1.0, -1.0)
-    mean, shares = max(float(np.trace(products)) / len(products), 1e-30), []
+    products = centred @ centred.T
+    products = products / max(np.trace(products) / len(products), 1e-30) + 1.0  # with a constant feature
+    targets, shares = np.where(classes[:, None] == known, 1.0, -1.0), []
     for ridge in RIDGES:
-        inverse = np.linalg.inv(products + ridge * mean * np.eye(len(products)))
+        inverse = np.linalg.inv(products + ridge * np.eye(len(products)))
         left_out = targets - (inverse @ targets) / np.diag(inverse)[:, None]
         shares.append(float((known[left_out.argmax(axis=1)] == classes).mean()))
     return max(shares)
