@@ -280,9 +280,9 @@ def test_the_command_trains_evaluates_and_predicts(
     place = rows[0].split(",").index("label")
     assert all(row.split(",")[place] in ("cat", "dog") for row in rows[1:])
     capsys.readouterr()
-    broken(folder, b"no image")
+    (folder / "cat" / "half.png").write_bytes((folder / "cat" / "1.png").read_bytes()[:-30])
     assert cli.main(["model=cnn", "data.path=images", "data=images", "folder=other"]) == 1
-    assert "images/cat/broken.jpg: expected an image" in capsys.readouterr().err
+    assert "images/cat/half.png: expected a whole image" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -231,8 +231,9 @@ def tried(features: Mapping[str, np.ndarray], classes: np.ndarray) -> tuple[str,
 def share_right(features: np.ndarray, classes: np.ndarray) -> float:
     """Return the share of rows whose class a ridge regression on all other rows predicts, with the best of some ridges.
 
-    With the products K of centred features, whatever their unit, G = K + ridge I, and targets Y of 1 and -1, the prediction of a row that
-    is left out is y - (G^-1 Y) / diag(G^-1) (Rifkin and Lippert, "Notes on regularized least squares", 2007).
+    With the products K of centred features, whatever their unit, G = K + ridge I, and targets Y of 1 and -1, the
+    prediction of a row that is left out is y - (G^-1 Y) / diag(G^-1) (Rifkin and Lippert, "Notes on regularized least
+    squares", 2007).
 
     >>> from graphopt.cli.tuning.images import share_right
     >>> share_right(numpy.array([[0.0, 1.0], [0.1, 0.9], [1.0, 0.0], [0.9, 0.2]]), numpy.array([0, 0, 1, 1]))
