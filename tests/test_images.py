@@ -96,6 +96,8 @@ def test_files_that_are_not_images_are_skipped_with_one_warning(folder: Path) ->
     assert len(told) == 1
     assert found.arrays["target"].tolist() == [0, 0, 0, 1, 1, 1]
     assert (np.asarray(found.arrays["x"])[0] == pixels(folder / "cat" / "1.png")).all()
+    with pytest.warns(UserWarning, match="skipped"):
+        assert data.images(str(folder), target=None).arrays["x"].shape[0] == 6
     (folder / "bird").mkdir()
     (folder / "bird" / "Thumbs.db").write_text("no image")
     with pytest.raises(GraphoptError, match=r"expected images in each folder, found only .*bird/Thumbs\.db"):
@@ -280,6 +282,12 @@ def test_the_command_trains_evaluates_and_predicts(
     place = rows[0].split(",").index("label")
     assert all(row.split(",")[place] in ("cat", "dog") for row in rows[1:])
     capsys.readouterr()
+    first = min((folder / "dog").iterdir())
+    assert cli.main(["predict", "out", f"images/dog/{first.name}", "predictions=p.csv"]) == 0
+    row = (folder.parent / "out" / "p.csv").read_text().splitlines()[1]
+    assert row == rows[1] and f"label     {row.split(',')[place]}\n" in capsys.readouterr().out
+    assert cli.main(["predict", "out", "none.png"]) == 1
+    assert "none.png: expected a folder of images, found none" in capsys.readouterr().err
     (folder / "cat" / "half.png").write_bytes((folder / "cat" / "1.png").read_bytes()[:-30])
     assert cli.main(["model=cnn", "data.path=images", "data=images", "folder=other"]) == 1
     assert "images/cat/half.png: expected a whole image" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from graphopt.cli.composition.record import RunRecord
 from graphopt.data.dataset import Array, Dataset, LazyArray
 from graphopt.data.loader import Rows
 from graphopt.errors import GraphoptError
+from graphopt.inspection.words import counted
 from graphopt.moments import row_index
 
 DECIDING = ("seed", "shuffle", "validation")  # the fields of `fit` that decide which rows are held out
@@ -38,7 +39,7 @@ def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]
                 f"rows={wanted}: expected a run with its own data, seed, shuffle and validation, found others: leave "
                 "rows out"
             )
-        return data, f"{source}{len(data):,} rows"
+        return data, f"{source}{counted(len(data), 'row')}"
     trained, held_out, elsewhere = _trained_and_held_out(recipe)
     if wanted == "held_out" and held_out is None:
         raise GraphoptError(

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.composition.record import RunRecord
-from graphopt.cli.messages import print_matrix, print_table
+from graphopt.cli.messages import print_matrix, print_table, say
 from graphopt.cli.rows import chosen_rows
 from graphopt.cli.run_folder import ADAPTER_FILES, CHECKPOINTS, CONFIG, MODEL, STATE_FILE, STEP, resumed
 from graphopt.data.dataset import Dataset
 from graphopt.data.files import write_rows
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.files import write
 from graphopt.graph.classified import LABEL, classes_of, classification_of
 from graphopt.graph.loading import load
@@ -40,6 +40,7 @@ from graphopt.training.checkpoints import find, read
 from graphopt.training.evaluation import evaluate, predict
 
 _METRICS = "metrics.json"
+_MOST_LABELS = 10  # in the terminal
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ def write_metrics(trained: Trained, console: Console) -> Path:
     return path
 
 
-def write_predictions(trained: Trained, _: Console) -> Path:
+def write_predictions(trained: Trained, console: Console) -> Path:
     """Write the outputs on the chosen rows of the recipe's data to a file, and return its path."""
     recipe = trained.recipe
     path = trained.folder / recipe.fields["predictions"]
@@ -253,4 +254,6 @@ def write_predictions(trained: Trained, _: Console) -> Path:
         outputs[LABEL] = np.array(known)[outputs[name].argmax(axis=1)]
     trained.prepare()
     write_rows(path, outputs, classified)
+    if LABEL in outputs:
+        say(console, LABEL, some([str(label) for label in outputs[LABEL]], _MOST_LABELS))
     return path

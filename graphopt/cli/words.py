@@ -65,13 +65,20 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
 
 
 def with_folders(words: Sequence[str]) -> list[str]:
-    """Return the words with `folder=RUN` for a folder that is no model and follows a verb of runs: `evaluate RUN`."""
+    """Return the words with fields for what stands after a verb of runs: `evaluate RUN`, and `predict RUN DATA`.
+
+    The folder of a run is one that is no model. Data to predict need no target.
+    """
 
     def is_run(before: str, word: str) -> bool:
         return (
             before in _OF_RUNS and "=" not in word and os.path.isdir(word) and not is_model_folder(Path(word))
         )
 
+    if words[:1] == ["predict"] and len(words) > 2 and is_run(*words[:2]) and _is_path(words[2]):
+        path = f"data.path={QuotedString(words[2], Quote.single).with_quotes()}"
+        has_target = reader_of(words[2]) not in ("npy", "npz")
+        words = [*words[:2], path, *["data.target=null"] * has_target, *words[3:]]
     runs = [word for word in words if "=" not in word and os.path.isdir(word)]
     if "compare" in words and len(runs) > 1:
         above = os.path.relpath(os.path.commonpath(list(map(os.path.abspath, runs))))
@@ -83,6 +90,10 @@ def with_folders(words: Sequence[str]) -> list[str]:
         f"folder={QuotedString(word, Quote.single).with_quotes()}" if is_run(before, word) else word
         for before, word in zip(["", *words], words, strict=False)
     ]
+
+
+def _is_path(word: str) -> bool:
+    return "=" not in word and (os.path.exists(word) or bool(Path(word).suffix))
 
 
 def names_model(word: str) -> bool:

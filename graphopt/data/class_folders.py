@@ -21,7 +21,9 @@ Size = TypeVar("Size")
 def files_and_labels(
     root: Path, what: str, is_labelled: bool, labels: Sequence[str] | None
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...]]:
-    """Return the files, the class of each, and the names of the classes."""
+    """Return the files, the class of each, and the names of the classes; without labels, one file stands for itself."""
+    if root.is_file() and not is_labelled:
+        return [root], np.zeros(0, np.int64), ()
     if not root.is_dir():
         raise GraphoptError(
             f"{root}: expected a folder of {what}, found {'a file' if root.exists() else 'none'}"
@@ -93,7 +95,7 @@ def without_others(
         sizes = list(threads.map(size_of, files))
     there = [i for i, size in enumerate(sizes) if size is not None]
     if others := [str(file) for file, size in zip(files, sizes, strict=True) if size is None]:
-        if len({*classes[there].tolist()}) < len({*classes.tolist()}) or not there:
+        if not there or (len(classes) and len(set(classes[there])) < len(set(classes))):
             raise GraphoptError(
                 f"{root}: expected {what} in each folder, found only {some(others)}: add {what}, or remove the "
                 "folder"
