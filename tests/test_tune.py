@@ -137,6 +137,9 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
         and lines["pixels"].endswith("as --pixels says")
         and "; its fixed batch of 1 is freed" in lines["model"]
     )
+    assert (tmp_path / "run" / "report.html").read_text().count(
+        "<figure"
+    ) >= 12  # pictures, and not their features
     trained = tmp_path / "run" / "trained.onnx"
     note = {entry.key: entry.value for entry in onnx.load(trained).metadata_props}
     assert json.loads(note["labels"]) == sorted(NAMES) and note["Image.NominalPixelRange"] == "Normalized_0_1"

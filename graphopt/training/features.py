@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -70,8 +71,15 @@ class FrozenLayers:
         lock = self._whole.device_options.machine.lock or threading.Lock()
         cache = _Cache(self._session, batches, outputs, batch_size, lock)
         others = {name: x for name, x in fed.items() if name not in inputs or name in self.executor.inputs}
+        read: dict[str, Any] = {
+            name: fed[name] for name in inputs
+        }  # lazy ones are read where a page shows rows
         return Dataset(
-            {**cache.arrays, **others}, classes=data.classes, labels=data.labels, source=data.source
+            {**cache.arrays, **others},
+            classes=data.classes,
+            labels=data.labels,
+            source=data.source,
+            table=data.table or read,
         )
 
     def give_back(self) -> None:

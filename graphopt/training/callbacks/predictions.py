@@ -122,7 +122,7 @@ def _sections(run: Run, found: _Predictions, of: str, rows: str) -> Iterator[str
     expected = np.concatenate([batch.target for batch in found.batches])
     labels = np.unique([*np.unique(expected), *np.unique(predicted)])
     has_matrix = not found.is_regression and len(labels) <= _MOST_CLASSES
-    has_pictures = bool(found.worst) and image_of(found.worst[0].inputs) is not None
+    has_pictures = bool(found.worst) and image_of(_shown(found.worst[0], run)) is not None
     half = has_matrix and has_pictures and len(labels) <= _MOST_BESIDE
     if found.is_regression:
         yield html.section(f"Predictions{of} on {rows}", html.charts(_residuals(predicted, expected)))
@@ -172,7 +172,7 @@ def _confusion(
 
 def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
     """Return pictures, if an input is one, or a table of the inputs' numbers."""
-    images = [image_of(example.inputs) for example in worst]
+    images = [image_of(_shown(example, run)) for example in worst]
     if all(image is not None for image in images):
         pixels = np.concatenate([np.ravel(image) for image in images])  # type: ignore[arg-type]
         low, spread = float(pixels.min()), float(np.ptp(pixels)) or 1.0
@@ -181,7 +181,7 @@ def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
             for image, x in zip(images, worst, strict=True)
             if image is not None
         )
-    columns = [dict(_row_cells(x, run) if run.held_out_table else _row_numbers(x, run.names)) for x in worst]
+    columns = [dict(_row_numbers(_shown(x, run), run.names)) for x in worst]
     header = ["row", "target", "prediction", worst[0].measure[0], *columns[0]]
     rows = [
         (_row_label(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *numbers.values())
@@ -214,36 +214,34 @@ def _row_label(example: _Example, run: Run) -> str:
 def image_of(inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """Return the first input of a row that is a picture, as [height, width, 1 or 3]."""
     for array in inputs.values():
-        if array.ndim == 3 and array.dtype.kind in "fui" and np.isfinite(array).all():
+        if np.ndim(array) == 3 and array.dtype.kind in "fui" and np.isfinite(array).all():
             for image in (np.moveaxis(array, 0, -1), array):
                 if image.shape[-1] in (1, 3) and min(image.shape[:2]) >= _LEAST_SIDE:
                     return image.astype(np.float64)
     return None
 
 
-def _row_cells(example: _Example, run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of the first cells of a row, as the table has them."""
+def _shown(example: _Example, run: Run) -> Mapping[str, np.ndarray]:
+    """Return what a row was made of, as the data has it."""
     row, table = _row_number(example, run), run.held_out_table
-    for name, column in [*table.items()][:_MOST_COLUMNS]:
-        value = column[row : row + 1].tolist()[0]
-        shown = readable(value) if isinstance(value, float) else str(value)
-        yield name, "" if is_missing(value) else shown
-    if len(table) > _MOST_COLUMNS:
-        yield "…", f"{len(table) - _MOST_COLUMNS:,} more"
+    return {name: np.asarray(column[row : row + 1])[0] for name, column in table.items()} or example.inputs
 
 
-def _row_numbers(example: _Example, names: Sequence[str] | None) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each number of a row, of each input the first ones."""
-    for name, array in example.inputs.items():
-        values = array.reshape(-1)
+def _row_numbers(inputs: Mapping[str, np.ndarray], names: Sequence[str] | None) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of the first numbers of each input, and of the first inputs of one number."""
+    for name, array in [*inputs.items()][:_MOST_COLUMNS]:
+        values = np.reshape(array, -1)
         for i, value in enumerate(values[:_MOST_COLUMNS].tolist()):
-            if len(example.inputs) == 1 and len(names or ()) == values.size:
+            if len(inputs) == 1 and len(names or ()) == values.size:
                 column = (names or ())[i]
             else:
                 column = name if values.size == 1 else f"{name} {i}"
-            yield column, readable(value) if isinstance(value, int | float) else str(value)
+            shown = readable(value) if isinstance(value, float) else str(value)
+            yield column, "" if is_missing(value) else shown
         if values.size > _MOST_COLUMNS:
             yield f"{name} …", f"{values.size - _MOST_COLUMNS:,} more"
+    if len(inputs) > _MOST_COLUMNS:
+        yield "…", f"{len(inputs) - _MOST_COLUMNS:,} more"
 
 
 def _element_errors(batch: ScoredBatch) -> np.ndarray:
