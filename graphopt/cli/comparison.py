@@ -245,7 +245,7 @@ class _Comparison:
         marks, texts = dict(enumerate(states)), 1 + len(self.options)
         table = html.html_table(header, rows, marks=marks, links=links, texts=texts, keys=self.keys())
         return html.page(
-            str(self.folder),
+            self.folder.resolve().name,
             self.about,
             *parts,
             html.section("Runs", table),
@@ -307,7 +307,7 @@ def compare(folder: str | os.PathLike[str]) -> Path:
         row[0] = f"{row[0]}  {state}".rstrip()
     console, measures = open_console(), map(label_of, comparison.measures)
     options = _short_names(comparison.options) if console.is_terminal else comparison.options
-    title = f"{folder}: {comparison.about}"
+    title = f"{comparison.folder.resolve().name}: {comparison.about}"
     print_table(console, ["run", *options, *measures], rows, title=title, texts=1 + len(options))
     for line in comparison.others:
         print_line(console, line)
