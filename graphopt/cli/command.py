@@ -318,10 +318,10 @@ def _explained_text(recipe: Recipe, text: str) -> str:
     path = fields["data"].get("path")
     if record is not None and record.started_in not in ("", os.getcwd()) and "no such file" in text:
         return f"{text}: the run was started in {record.started_in}: start this there, too, or name the file"
+    if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):
+        return f"{path or 'data=' + recipe.choices['data']}: {text}"
     if not isinstance(path, str):
         return text
-    if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):
-        return f"{path}: {text}"
     chosen, kind = recipe.choices["data"], reader_of(path)
     if text.startswith(f"{path}: expected") and kind and kind != chosen and os.path.exists(path):
         head = ": ".join(text.split(": ")[:2])

@@ -58,7 +58,9 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
     near = nearest_file(word, ".onnx") if Path(word).suffix else None
     if word in _MEANT or word.removesuffix(".data").endswith(".onnx"):
         near = _MEANT.get(word) or word.removesuffix(".data")
-    instead = near if word in _MEANT else nearest(word, verbs) or _stands_for(word) or near or f"model={word}"
+    stands_for, meant = _stands_for(word), nearest(word, verbs)
+    first, second = (stands_for, meant) if os.path.exists(word) else (meant, stands_for)
+    instead = near if word in _MEANT else first or second or near or f"model={word}"
     raise GraphoptError(
         f"{word}: expected {', '.join(verbs)}, FILE.onnx or FIELD=VALUE, such as {instead}: see graphopt --help"
     )
@@ -160,7 +162,7 @@ def _reader_of_folder(path: str) -> str:
 def _stands_for(word: str) -> str | None:
     """Return the field that a word could mean, as `FIELD=VALUE`, or None."""
     if (Path(word) / CONFIG).is_file():
-        return f"folder={word}"
+        return f"{word}/trained.onnx or folder={word}"
     if kind := reader_of(word):
         return f"data={kind} data.path={word}"
     field, colon, value = word.partition(":")

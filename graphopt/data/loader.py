@@ -107,6 +107,9 @@ def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -
         order = ", ".join(str(i + 1) for i in next(iter(moves)))
         return f": move the axes of each row, {name}.transpose(0, {order})"
     sizes = [x for x in expected if isinstance(x, int)]
+    for axis in (0, 2) if len(sizes) == len(found) == 3 else ():
+        if sizes[axis] == found[axis] and found[axis] in (1, 3):
+            return f": resize the pictures, data.size=[{sizes[1 - axis // 2]},{sizes[2 - axis // 2]}]"
     long = [[x for x in shape if x != 1] for shape in (sizes, found)]
     if len(sizes) < len(expected) or math.prod(sizes) != math.prod(found) or not found:
         return ""
