@@ -24,14 +24,14 @@ from graphopt.graph.metadata import DECODER, Architecture, TargetSpec, original_
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import name_of
-from graphopt.runtime.executor_state import ExecutorState
+from graphopt.runtime.executor import Executor
 
 _FORMS = ("onnxruntime", "peft")
 
 
 @checked()
 def save_adapter(
-    executor: ExecutorState,
+    executor: Executor,
     path: str | os.PathLike[str],
     *,
     form: Literal["onnxruntime", "peft"] = "onnxruntime",
@@ -67,7 +67,7 @@ def save_adapter(
     >>> sorted(os.listdir("adapter"))
     ['adapter_config.json', 'adapter_model.safetensors']
     """
-    if not isinstance(executor, ExecutorState):
+    if not isinstance(executor, Executor):
         raise GraphoptError(f"save_adapter: expected an executor first, found {kind_of(executor)}")
     if form not in _FORMS:
         raise GraphoptError(f"save_adapter: {unknown('form', str(form), _FORMS)}")

@@ -34,8 +34,8 @@ from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
 from graphopt.runtime.device import Device
 from graphopt.runtime.device_options import NATIVE_VARIABLE
-from graphopt.runtime.encoding import encoding_of
 from graphopt.runtime.executor import Executor, run
+from graphopt.runtime.inputs import encoding_of
 from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.evaluation import by_batches, reported
 from graphopt.training.fit import fit
