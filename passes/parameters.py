@@ -12,17 +12,8 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import (
-    ADAPTER,
-    EXPORT_ANEW,
-    FROZEN,
-    RANGE,
-    UNTRAINED,
-    Evidence,
-    Kind,
-    LeftOut,
-    Origin,
-)
+from graphopt.graph.metadata import ADAPTER, FROZEN, RANGE, UNTRAINED
+from graphopt.graph.origins import EXPORT_ANEW, Evidence, Kind, LeftOut, Origin
 from graphopt.graph.rewriting import Pass, Pattern, names_of, no_match, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed

@@ -15,7 +15,8 @@ from graphopt.adapters.stacked import order_of_experts, parameter_of_experts, to
 from graphopt.adapters.targets import readers_of, widths
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import Adapted, adapted
-from graphopt.graph.metadata import EXPORTED_CALL, Kind, Layout, Origin, original_name
+from graphopt.graph.metadata import EXPORTED_CALL, original_name
+from graphopt.graph.origins import Kind, Layout, Origin
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
 from graphopt.graph.values import is_floating, name_of

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.adapters.targets import outputs_of, widths
 from graphopt.errors import GraphoptError, kind_of, some
-from graphopt.graph.metadata import Architecture
+from graphopt.graph.model_folders import Architecture
 
 Names = str | Mapping[str, str | Sequence[str] | Mapping[str, int]] | None
 Part = tuple[str, int | None]  # the path of a module, and the number of its outputs

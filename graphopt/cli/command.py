@@ -55,7 +55,7 @@ from graphopt.data.loader import TrainingRows
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
-from graphopt.graph.metadata import DECODER, Architecture
+from graphopt.graph.model_folders import DECODER, Architecture
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
 from graphopt.graph.values import is_floating

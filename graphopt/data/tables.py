@@ -27,8 +27,9 @@ from graphopt.graph.classified import (
 )
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import LABELS, Note, TargetSpec, labels_in
+from graphopt.graph.metadata import LABELS, Note, labels_in
 from graphopt.graph.rewriting import remove_unused_nodes
+from graphopt.graph.roles import TargetSpec
 from graphopt.graph.values import dims_of, is_floating, name_of, swap
 from graphopt.moments import row_index
 

@@ -24,17 +24,9 @@ from graphopt.errors import GraphoptError, line, some
 from graphopt.exporting import tracing
 from graphopt.exporting.tracing import Example
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import (
-    EXPORTED_CALL,
-    IN_TRAINING,
-    STOP_GRADIENT,
-    CumulativeAverage,
-    Exported,
-    Kind,
-    ModuleWeight,
-    PaddingIndex,
-)
+from graphopt.graph.metadata import EXPORTED_CALL, IN_TRAINING, STOP_GRADIENT
 from graphopt.graph.operators import DRAWING
+from graphopt.graph.origins import CumulativeAverage, Exported, Kind, ModuleWeight, PaddingIndex
 from graphopt.graph.shapes import fold_integers
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, name_of

@@ -19,8 +19,8 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
-from graphopt.graph.metadata import ADDS_ONE, Architecture
-from graphopt.graph.model_folders import described, model_in, place_of
+from graphopt.graph.metadata import ADDS_ONE
+from graphopt.graph.model_folders import Architecture, described, model_in, place_of
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts

@@ -19,18 +19,9 @@ from graphopt.graph.listing import listing, operator_of, size, type_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import estimate
 from graphopt.graph.merging import Adapted, adapted
-from graphopt.graph.metadata import (
-    EXPORT_ANEW,
-    EXPORTED_GRAPH,
-    FAKE,
-    RUNTIME,
-    Exported,
-    Kind,
-    LeftOut,
-    Misdeclared,
-    Origin,
-)
+from graphopt.graph.metadata import EXPORTED_GRAPH, FAKE, RUNTIME, Misdeclared
 from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.origins import EXPORT_ANEW, Exported, Kind, LeftOut, Origin
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.traversal import nodes_of

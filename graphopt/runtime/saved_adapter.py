@@ -20,9 +20,10 @@ from graphopt.adapters.peft import PeftAdapter
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.files import write_folder
-from graphopt.graph.metadata import DECODER, Architecture, TargetSpec, original_name
+from graphopt.graph.metadata import original_name
+from graphopt.graph.model_folders import DECODER, Architecture
 from graphopt.graph.not_a_model import check_path
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, TargetSpec, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 

@@ -25,9 +25,8 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import weight_kinds
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import FED, Role, labels_of, role_of, with_role
+from graphopt.graph.roles import FED, Role, TargetSpec, labels_of, role_of, with_role
 from graphopt.graph.storage import model_digest
 from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import dtype_of, is_floating, name_of

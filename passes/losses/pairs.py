@@ -12,8 +12,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm, TargetSpec
-from graphopt.graph.roles import FED, Role, role_of, set_role
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.roles import FED, Role, TargetSpec, role_of, set_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, redirect
 from graphopt.intervals import within
 from passes.losses.loss import Loss, new_input

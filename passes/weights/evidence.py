@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, PRODUCTS, SCATTERING
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, dims_of, given, is_floating
 from passes.gradients.registry import carries

@@ -16,17 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import (
-    EXPORTED_CALL,
-    EXPORTED_GRAPH,
-    Evidence,
-    Kind,
-    Layout,
-    Origin,
-    Text,
-    all_of,
-)
+from graphopt.graph.metadata import EXPORTED_CALL, EXPORTED_GRAPH, Text, all_of
 from graphopt.graph.operators import CONVOLUTIONS
+from graphopt.graph.origins import Evidence, Kind, Layout, Origin
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of, redirect
 from passes.weights import evidence, folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import Evidence, Kind, Layout, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, RECURRENT
+from graphopt.graph.origins import Evidence, Kind, Layout, Origin
 from graphopt.graph.values import name_of
 from passes.weights import evidence, folds, zeros
 from passes.weights.initializers import array, is_weight, register, weights_in
