@@ -124,7 +124,7 @@ class StepSessions:
             GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
         """
         native, options, model = self.device.native, self.options, self._model
-        if not self.device.on_cpu or not native or options.native is False:
+        if not self.device.compiles or options.native is False:
             return None
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
         # Of float16, kernels round each result and ONNX Runtime some: they may overflow in only one form.
@@ -345,7 +345,7 @@ def _rehearse(
 
 def _warn_of_precision(device: Device) -> None:
     """Warn if products run in a higher precision than they may."""
-    reason = device.machine.precision_obstacle(device.native)
+    reason = device.machine.precision_obstacle(device.compiles)
     if reason is not None:
         warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
 
