@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.adapters.combined import Adaptation
-from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, sizes_of
+from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, widths_of
 from graphopt.adapters.peft import Module
 from graphopt.adapters.stacked import order_of_experts, parameter_of_experts, to_parameter
 from graphopt.adapters.targets import readers_of, widths
@@ -99,7 +99,7 @@ def _parts(
     outputs, parts = adapter.outputs, naming.modules_of(note.name)
     if not parts[0][0]:
         raise naming.refusal(note.name)
-    sizes = sizes_of(note.name, parts, outputs, widths(weight))
+    sizes = widths_of(note.name, parts, outputs, widths(weight))
     start, stop = note.columns or (0, outputs)
     for (path, _), end, size in zip(parts, np.cumsum(sizes).tolist(), sizes, strict=True):
         first, last = max(start, end - size), min(stop, end)

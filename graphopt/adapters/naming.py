@@ -273,12 +273,12 @@ def part_sizes(weights: Mapping[str, ir.Value], naming: Naming) -> dict[str, int
         parts = naming.modules_of(name) if naming.is_builders and OF_BUILDER.search(name) else []
         if any(naming.holder(path)[0] != path for path, _ in parts):
             outputs = outputs_of(weight)
-            found = sizes_of(name, parts, outputs, widths(weight))
+            found = widths_of(name, parts, outputs, widths(weight))
             sizes |= {path: size for (path, _), size in zip(parts, found, strict=True)}
     return sizes
 
 
-def sizes_of(weight: str, parts: Sequence[Part], outputs: int, widths: Sequence[int] | None) -> list[int]:
+def widths_of(weight: str, parts: Sequence[Part], outputs: int, widths: Sequence[int] | None) -> list[int]:
     """Return the number of outputs of each part of a packed weight.
 
     Args:

@@ -20,7 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.fields import hints, read
+from graphopt.fields import hints, read_value
 
 Holder = ir.Model | ir.Graph | ir.Node | ir.Value
 H = TypeVar("H", bound=Holder)
@@ -240,7 +240,7 @@ _SHORT = 1024  # characters of a note that is decoded once
 @functools.lru_cache(maxsize=2**12)
 def _noted(kind: type[N], text: str) -> N:
     """Return the note that a text contains. Nobody changes a note."""
-    note: N = read(json.loads(text), kind, _built)
+    note: N = read_value(json.loads(text), kind, _built)
     note.check()
     return note
 
@@ -256,7 +256,7 @@ def _built(x: Any, kind: Any) -> Any:
         return base64.b64decode(x, validate=True)
     if isinstance(kind, enum.EnumMeta):
         return kind(x)
-    return kind(**{name: read(value, _fields_of(kind)[name], _built) for name, value in x.items()})
+    return kind(**{name: read_value(value, _fields_of(kind)[name], _built) for name, value in x.items()})
 
 
 def expect(*right: bool) -> None:

@@ -72,7 +72,7 @@ def model_in(folder: Path) -> Path:
     )
 
 
-def described(place: Path, *, by_config: bool) -> dict[str, Any]:
+def configs_in_words(place: Path, *, by_config: bool) -> dict[str, Any]:
     """Return what the configs in a folder say about its model, as arguments of `Architecture`.
 
     A config.json of another program says nothing.

@@ -86,7 +86,7 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
         return whole(model), weights
 
 
-def identity(model: ir.Model) -> tuple[bytes, Weights]:
+def identity_of(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model's skeleton without the notes that only describe it, by which caches know what it computes."""
     with undescribed(model):
         return skeleton(model)

@@ -16,7 +16,7 @@ from graphopt.graph import inference
 from graphopt.graph.dequantization import dequantize_late
 from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.roles import FED, STATE, Role, with_role
-from graphopt.graph.storage import identity
+from graphopt.graph.storage import identity_of
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.contest import (
@@ -189,7 +189,7 @@ class ChosenEvaluation(Evaluation):
 
     def _open(self) -> None:
         facts = (self._device.ort.__version__, self._device.threads, self._device.native, own_version())
-        digest = hashlib.sha256(identity(self._part)[0] + repr(facts).encode()).hexdigest()
+        digest = hashlib.sha256(identity_of(self._part)[0] + repr(facts).encode()).hexdigest()
         self._memory = Memory(lambda: digest)
         self._computed = Seen()  # the tensors of the latest call
         self._seconds: dict[str, float] = {}  # of calls as the graph is, by the names of notes

@@ -109,7 +109,7 @@ class Structure:
         return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
 
 
-def digest_of(model: Source | bytes) -> str:
+def file_digest(model: Source | bytes) -> str:
     """Return the digest of a model, or of the file that a path names, as it is now."""
     return hashlib.sha256(model).hexdigest() if isinstance(model, bytes) else model_digest(load(model))
 
@@ -548,7 +548,7 @@ class Trainer(Estimator):
         }
         last = self._structure
         if anew or last is None or last.model is not self.model:
-            digest = digest_of(self.model)
+            digest = file_digest(self.model)
             if self._kept is not None and not anew and digest != self._digest:
                 raise GraphoptError(
                     "model: expected the model that the pickled trainer had trained, found another one, or other "

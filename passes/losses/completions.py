@@ -119,6 +119,6 @@ def total(op: Emitter, tokens: ir.Value) -> ir.Value:
     return op.ReduceSum(tokens, [1], keepdims=0)
 
 
-def mean(op: Emitter, tokens: ir.Value, counts: ir.Value) -> ir.Value:
+def mean_of_tokens(op: Emitter, tokens: ir.Value, counts: ir.Value) -> ir.Value:
     """Emit the mean over the tokens of each row that count."""
     return total(op, tokens) / op.Max(total(op, counts), 1.0)

@@ -273,7 +273,7 @@ def _are_short(numbers: np.ndarray) -> bool:
     return all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in numbers[:256])
 
 
-def is_sparse(numbers: np.ndarray) -> bool:
+def is_masked(numbers: np.ndarray) -> bool:
     """Return whether some numbers are 0 and the others differ, as in a product of a weight and a mask."""
     others = numbers[numbers != 0]
     return 1 < others.size < numbers.size and len(np.unique(others)) > others.size / 2

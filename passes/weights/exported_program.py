@@ -432,7 +432,7 @@ def keep_zeros(program: ExportedProgram) -> None:
     for value in weights_in(program.model):
         calls, sources = set(program.calls_of(value)), program.sources(value)
         masked = "mul" in calls and (len(program.parameters_of(value)) < len(sources) or calls & _MASKING)
-        if program.parameters_of(value) and (masked or calls & _CUTTING) and evidence.is_sparse(array(value)):
+        if program.parameters_of(value) and (masked or calls & _CUTTING) and evidence.is_masked(array(value)):
             ZEROS_STAY.set(value)
 
 

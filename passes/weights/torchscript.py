@@ -207,7 +207,7 @@ def keep_zeros(module: ExportedModule) -> dict[str, Origin]:
     model = module.model
     for value in weights_in(model):
         name = name_of(value)
-        if is_generated(name) and zeros.is_factor(value) and evidence.is_sparse(array(value)):
+        if is_generated(name) and zeros.is_factor(value) and evidence.is_masked(array(value)):
             ZEROS_STAY.set(value)
             why = f"computed by the exporter from parameters{_of(module, value.consumers()[:1])}"
             restored[name] = Origin(Kind.COMPUTED, why, certain=False, by_exporter=True)
