@@ -217,7 +217,6 @@ def _check_rules(rules: object) -> None:
 
 
 def _as_pass(item: Pass, method: str, found: object) -> Pass:
-    """Return what a method of a pass has returned, which is a pass."""
     if not isinstance(found, Pass):
         raise GraphoptError(
             f"{type(item).__name__}.{method}: expected a pass, found {kind_of(found)}: return "

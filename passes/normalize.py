@@ -245,7 +245,6 @@ class Normalize(Pass):
 
 
 def _replace_inputs(model: ir.Model, numbers: Mapping[str, float]) -> None:
-    """Replace inputs of a model by numbers."""
     known = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
     for name, number in numbers.items():
         x = known.get(name)

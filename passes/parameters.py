@@ -251,7 +251,6 @@ class Parameters(Pass):
         return retied or _is_folded(weight, copy) or bool(sources and sources == _read(copy).sources)
 
     def _how_tied(self, weight: ir.Value, copy: ir.Value) -> folds.Relation | None:
-        """Return what a copy is in relation to a weight, or None if they are not tied."""
         if selects(self.untie, weight) or selects(self.untie, copy):
             return None
         first, second = _read(weight), _read(copy)

@@ -192,7 +192,6 @@ def _as_peft(adapter: Adaptation) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _whole(parts: Sequence[_Part]) -> Module:
-    """Return the adapter of a module from those of its parts."""
     first, outputs = parts[0].module, parts[0].outputs
     if len(parts) == 1 and len(first.b) == outputs:
         return first

@@ -75,7 +75,6 @@ class Module:
 
     @property
     def rank(self) -> int:
-        """Return the rank."""
         return len(self.a) // (self.experts or 1)
 
     @property

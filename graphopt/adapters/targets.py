@@ -339,7 +339,6 @@ def swapped(op: Emitter, x: Value) -> Value:
 
 
 def _emit(op: Emitter, x: Value, moves: Moves) -> Value:
-    """Emit moves of a value."""
     for how, numbers in moves:
         x = op.Transpose(x, perm=[*numbers]) if how == "transpose" else op.Reshape(x, [*numbers])
     return x

@@ -428,7 +428,6 @@ def _all_values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _free(name: str | None, taken: set[str | None]) -> str | None:
-    """Return a name that is not taken, and take it."""
     while name is not None and name in taken:
         name += "_"
     taken.add(name)

@@ -111,7 +111,6 @@ class _Session:
 
 
 def _with_adapter(model: ir.Model, adapter: Path) -> ir.Model:
-    """Return a model with an adapter in its weights."""
     import passes
 
     if not adapter.exists():

@@ -254,7 +254,6 @@ def _sort(whole: onnx.GraphProto | onnx.FunctionProto) -> None:
 
 
 def _names_read(node: onnx.NodeProto) -> set[str]:
-    """Return the names that a node and its bodies read."""
     if not any(attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute):
         return set(node.input)
     inner = checking.messages_of(onnx.NodeProto, node)

@@ -42,7 +42,6 @@ def config_in(path: Path, most: int = _MOST_BYTES) -> dict[str, object]:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether a path is the folder of a model with its config."""
     return (path / GENAI_CONFIG).is_file() or (path / CONFIG).is_file()
 
 

@@ -135,7 +135,6 @@ def carry(source: ir.Model, copy: ir.Model) -> None:
 
 
 def note_source(model: ir.Model, source: object, passes: Mapping[str, tuple[Any, ...]]) -> None:
-    """Note that passes have made a model of a source."""
     before = of(source) if isinstance(source, ir.Model) else None
     if before is None:
         before = Provenance(SourceFile.of(source), {}, {})

@@ -52,7 +52,6 @@ _UPDATING = (Role.SLOT, Role.STATISTIC, Role.COUNTER, Role.HYPERPARAMETER)
 
 
 def _kind_of_input(value: ir.Value) -> BoxKind:
-    """Return the kind of a graph input."""
     return _KIND_OF_ROLE.get(role_of(value), BoxKind.INITIALIZER if value.is_initializer() else BoxKind.DATA)
 
 

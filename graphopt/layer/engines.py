@@ -119,5 +119,4 @@ def refuses_agent(device: Device, model: ir.Model) -> str | None:
 
 
 def value_names(values: Iterable[ir.Value]) -> list[str]:
-    """Return the names of values, in order."""
     return [name_of(value) for value in values]

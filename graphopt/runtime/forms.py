@@ -96,7 +96,6 @@ class StepSessions:
         return self._digest, self.device.ort.__version__, self.device.threads
 
     def plain(self) -> BoundSession:
-        """Return the graph as it is."""
         return self._opened(self.plain_model, "the plain step")
 
     def for_runtime(self) -> BoundSession:

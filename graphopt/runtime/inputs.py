@@ -55,7 +55,6 @@ class Inputs:
         return data if self.encoding is None else self.encoding.encoded(data)
 
     def separated(self, feeds: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Separate the hyperparameters in `feeds` from the tensors."""
         fed = {name: value for name, value in feeds.items() if name in self._buffers.hyperparameters}
         tensors = {name: tensor for name, tensor in feeds.items() if name not in fed}
         return fed, dict(self.signature.completed(tensors))

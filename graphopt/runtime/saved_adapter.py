@@ -96,7 +96,6 @@ def save_adapter(
 
 
 def slot_arrays(adapters: Sequence[Adaptation]) -> dict[str, np.ndarray]:
-    """Return the arrays of slots by name."""
     return {name: x for adapter in combined(adapters) for name, x in adapter.arrays().items()}
 
 

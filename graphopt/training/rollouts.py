@@ -189,7 +189,6 @@ class Rollouts(Checked):
     def _rewarded(
         self, rows: np.ndarray, completions: Sequence[list[int]], vocabulary: Vocabulary
     ) -> np.ndarray:
-        """Return the rewards of completions."""
         columns = {name: [values[i] for i in rows] for name, values in self._columns.items()}
         prompts = columns.pop("prompt")
         texts = [vocabulary.decode(x[:-1] if x[-1] in vocabulary.ends else x) for x in completions]
@@ -332,7 +331,6 @@ def _check_reward(reward: object, names: Sequence[str]) -> None:
 
 
 def _columns(prompts: Dataset | Sequence[Mapping[str, object]]) -> dict[str, Sequence[Any]]:
-    """Return the columns of prompts by name."""
     if isinstance(prompts, Dataset):
         columns: dict[str, Sequence[Any]] = {name: [*x] for name, x in prompts.table.items()}
         found = [*columns, *prompts.arrays]

@@ -226,7 +226,6 @@ def _advice(target: AdapterTarget | None) -> str:
 
 
 def _following(node: ir.Node) -> dict[ir.Node, None]:
-    """Return a node and the nodes that depend on it."""
     found = {node: None}
     front = [node]
     while front:

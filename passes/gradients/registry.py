@@ -241,7 +241,6 @@ def accepted(function: Callable[..., object], named: Mapping[str, object]) -> di
 
 @functools.cache
 def rule_parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name."""
     return inspect.signature(function).parameters
 
 

@@ -223,7 +223,6 @@ def _elements(loss: Loss, found: object) -> ir.Value:
 
 
 def _weights(loss: Loss, found: object, elements: ir.Value) -> ir.Value:
-    """Return the weights that `weight` has returned."""
     where, due = name_of_method(loss, "weight"), "the weight of each element, or None"
     weights = floating(found, where, due)
     if None not in (weights.shape, elements.shape) and len(weights.shape or ()) > len(elements.shape or ()):

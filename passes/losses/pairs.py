@@ -123,7 +123,6 @@ def split_outputs(model: ir.Model, op: Emitter, prediction: ir.Value, count: int
 
 
 def split_rows(op: Emitter, x: ir.Value, count: int) -> list[ir.Value]:
-    """Split a value into the rows of each companion."""
     parts = op.Split(x, axis=0, num_outputs=count, _outputs=count)
     for part in parts:
         part.shape, part.type = ir.Shape([ir.SymbolicDim(_PAIRS), *dims_of(x)[1:]]), x.type

@@ -83,7 +83,6 @@ def freeze_preprocessing(model: ir.Model) -> None:
 
 
 def _before(nodes: Iterable[ir.Node]) -> set[ir.Node]:
-    """Return the nodes on which some nodes depend."""
     return ancestors(x for node in nodes for x in values_read(node))
 
 

@@ -237,7 +237,6 @@ class _Chunks:
         return op.Transpose(x, perm=[1, 0, 3, 2, 4])
 
     def repeated(self, x: Value, times: int) -> Value:
-        """Repeat each head."""
         if times <= 1:
             return x
         op, (*_, heads, size, width) = self.op, dims_of(x)

@@ -158,7 +158,6 @@ def _dequantized(op: Emitter, x: Input, by: Input, zero: Input, *, axis: int | N
 
 
 def _scale(scale: Input) -> np.ndarray:
-    """Return the numbers of a scale."""
     numbers = stored(given(scale), "scale")
     if not (np.isfinite(numbers) & (numbers != 0)).all():
         raise GraphoptError(

@@ -98,7 +98,6 @@ class Call:
 
     @staticmethod
     def of(node: ir.Node | None) -> Call | None:
-        """Return the call from which a node comes, or None."""
         return _parsed("" if node is None else EXPORTED_CALL.read(node) or "")
 
     @property
@@ -114,7 +113,6 @@ def _parsed(text: str) -> Call | None:
 
 
 def call_of(name: str) -> str:
-    """Return the call for which a value is named."""
     return re.sub(r"_\d+$", "", name)
 
 
@@ -137,7 +135,6 @@ class ExportedProgram:
         self.outputs = re.findall(r"^(\w+): \w+", outputs, re.MULTILINE)
 
     def is_parameter(self, path: str) -> bool:
-        """Return whether the program has a parameter with this path."""
         return self.kinds.get(path) is Kind.PARAMETER
 
     def folded_from(self, value: ir.Value) -> tuple[str, ...]:
@@ -174,7 +171,6 @@ class ExportedProgram:
         return len(others) < len(read) and any(not self.known().issuperset(names) for names in others)
 
     def calls(self) -> list[tuple[Call, list[ir.Node]]]:
-        """Return the calls, each with the nodes that come from it."""
         groups: dict[tuple[ir.Graph | None, Call], list[ir.Node]] = defaultdict(list)
         for node in self.model.graph.all_nodes():
             if (call := Call.of(node)) is not None:

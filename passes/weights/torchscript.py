@@ -102,7 +102,6 @@ class ExportedModule:
         return ".".join(path)
 
     def _has(self, path: Sequence[str]) -> bool:
-        """Return whether a parameter has a path."""
         return ".".join(path) in self._parents
 
     def paths(self, nodes: Iterable[ir.Node]) -> set[str]:
@@ -245,7 +244,6 @@ def origin_of(value: ir.Value, module: ExportedModule) -> Origin | None:
 
 
 def _is_named(node: ir.Node) -> bool:
-    """Return whether the exporter named a node."""
     return bool(re.match(r"/|[A-Z]\w*_\d+$", node.name or ""))
 
 
@@ -338,5 +336,4 @@ def _of(module: ExportedModule, nodes: Iterable[ir.Node]) -> str:
 
 
 def _first(module: ExportedModule, nodes: Iterable[ir.Node]) -> str:
-    """Return the path of the first node that has one, or ""."""
     return next((path for node in nodes if (path := module.path(node))), "")

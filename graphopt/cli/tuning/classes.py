@@ -135,7 +135,6 @@ def frozen_part(pipeline: Pipeline, model: ir.Model) -> ir.Model:
 
 
 def features_of_rows(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
-    """Return the features of rows, a row for each."""
     (read,) = frozen.graph.inputs
     dims, dtype = dims_of(read), dtype_of(read).numpy()
     size = dims[0] if isinstance(dims[0], int) else TOGETHER

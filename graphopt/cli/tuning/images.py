@@ -54,7 +54,6 @@ class _Form:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of a row."""
         return (self.channels, *self.size) if self.layout == "NCHW" else (*self.size, self.channels)
 
     def of_channels(self, numbers: list[float]) -> np.ndarray:

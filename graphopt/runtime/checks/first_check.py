@@ -328,7 +328,6 @@ class _Step:
 
     @property
     def loss(self) -> float:
-        """Return the loss of the step."""
         return float(self.outputs[self.forward.loss])
 
     @functools.cached_property
@@ -584,7 +583,6 @@ def _periodic(operation: np.ufunc, x: np.ndarray, numbers: np.ndarray) -> np.nda
 
 
 def _inner(gradients: Arrays, direction: Direction) -> float:
-    """Return the inner product of gradients and a direction."""
     return sum(dot_along(gradients[name], d) for name, d in direction.items())
 
 

@@ -277,7 +277,6 @@ class Provider:
         return self.kind, self.index
 
     def share(self, array: np.ndarray) -> onnxruntime.OrtValue:
-        """Return a value that shares the memory of an array."""
         try:
             return self.ort.OrtValue.ortvalue_from_numpy(array)
         except RuntimeError as error:

@@ -156,7 +156,6 @@ class EstimatorOptions:
             raise GraphoptError(f"batch_size: expected 'auto', or 1 or more, found {size!r}")
 
     def _optimizer(self) -> object:
-        """Return the optimizer pass."""
         if self.solver == "adam":
             return network.ScikitLearnAdam(1e-3, self.beta_1, self.beta_2, self.epsilon)
         if self.solver == "sgd":

@@ -83,7 +83,6 @@ def _of_whole_vectors(op: Emitter, node: ir.Node, group: int, of_group: int) -> 
 
 
 def _first_of_groups(op: Emitter, y: ir.Value, group: int, size: int, kept: int) -> ir.Value:
-    """Return the first channels of each group."""
     places = np.arange(group * size).reshape(group, size)[:, :kept]
     result: ir.Value = op.Gather(y, op.constant(places.ravel()), axis=1)
     return result

@@ -159,12 +159,10 @@ def _positions(op: Emitter, window: Window, x: ir.Value) -> ir.Value:
 
 
 def _number(op: Emitter, sizes: ir.Value, i: int) -> ir.Value:
-    """Return one of some sizes as a number of 32 bits."""
     return op.Cast(op.Gather(sizes, op.constant(np.int64(i))), to=ir.DataType.INT32)
 
 
 def _numbers_below(op: Emitter, sizes: ir.Value, i: int) -> ir.Value:
-    """Return the numbers from 0 to below one of some sizes."""
     zero, one = (op.constant(np.int32(number)) for number in (0, 1))
     return op.Range(zero, _number(op, sizes, i), one)
 
