@@ -18,7 +18,7 @@ from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.original import trained_into
+from graphopt.runtime.executor_state import trained_into
 from graphopt.runtime.session import Session
 from graphopt.runtime.tensors import Tensor, to_ort
 

@@ -10,19 +10,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.adapters.combined import adaptations, combined
+from graphopt.adapters.slots import add_slots
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import inference
 from graphopt.graph.classified import note_classification
-from graphopt.graph.loading import Source
+from graphopt.graph.loading import Source, read_original
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import FAKE, UNTRAINED, add_labels, labels_in, set_labels
 from graphopt.graph.not_a_model import check_path
+from graphopt.graph.original import write_weights
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import STEP, accumulators
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
-from graphopt.runtime.original import trained_into
 from graphopt.runtime.state_buffers import Copies
 from graphopt.runtime.steps import Parts
 
@@ -224,3 +226,28 @@ def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
             f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
         )
     return np.concatenate([array.ravel() for array in arrays.values()])
+
+
+def trained_into(
+    model: ir.Model, state: Mapping[str, np.ndarray], into: Source, *, slots: bool
+) -> ModelParts:
+    """Return a copy of the model that was compiled, with the weights of a training graph.
+
+    Args:
+        model: the training graph.
+        state: the values of its state by name.
+        into: the model that was compiled.
+        slots: add slots for adapters. Otherwise, adapters are merged into the weights, or, if one of these is
+            quantized, stay operators.
+
+    Raises:
+        GraphoptError: `into` is another model, or adapters can neither be merged nor stay operators.
+    """
+    beside = slots or any(note.quantized for _, note in adapted(model))
+    found = adaptations(model, state, "trained") if beside else []
+    trained = inference.trained_parts(model, state, adapters="left out" if beside else "merged")
+    original = read_original(into)
+    write_weights(original, trained, model, merged=not beside)
+    if found:
+        add_slots(original.proto, combined(found), filled=not slots)
+    return original

@@ -187,11 +187,8 @@ class StepSessions:
             packed = pack_numbers(model, options.report, self.buffers.infinite)
         if self.several:
             model = with_shapes(unrolled(model), self.shapes)
-        given = self.device, model, self.buffers, options, name
-        if lowered is None:
-            return BoundSession(*given, packed=packed)
-        check = None if self.several else lowered.check
-        return BoundSession(*given, lowered.library, check, lowered.shared, packed)
+            lowered = lowered and dataclasses.replace(lowered, check=None)
+        return BoundSession(self.device, model, self.buffers, options, name, lowered, packed)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

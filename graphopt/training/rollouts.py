@@ -24,7 +24,7 @@ from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import TEMPERATURE, original_name
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.original import trained_into
+from graphopt.runtime.executor_state import trained_into
 from graphopt.runtime.saved_adapter import slot_arrays
 
 _ADVANTAGES, _OLD, _REWARDS = "advantages", "old_log_probabilities", "rewards"
