@@ -44,12 +44,8 @@ class ExecutorState:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._model, self._buffers, self._rounds, self._lock = (
-            parts.model,
-            parts.buffers,
-            parts.rounds,
-            parts.lock,
-        )
+        self._model, self._buffers = parts.model, parts.buffers
+        self._rounds, self._lock = parts.rounds, parts.lock
         self.properties: dict[str, Property] = {}
         self.own_labels: list[str] | None = None
 
