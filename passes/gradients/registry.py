@@ -234,13 +234,14 @@ def carries(node: Node, index: int) -> bool:
 
 def accepted(function: Callable[..., object], named: Mapping[str, object]) -> dict[str, object]:
     """Return those of the `named` values that are parameters of `function`."""
-    parameters = rule_parameters(function)
+    parameters = parameters_of(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in named.items() if takes_all or name in parameters}
 
 
 @functools.cache
-def rule_parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name."""
     return inspect.signature(function).parameters
 
 

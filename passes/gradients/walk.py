@@ -30,9 +30,9 @@ from passes.gradients.registry import (
     is_in,
     is_own,
     is_surrogate,
+    parameters_of,
     rule,
     rule_of,
-    rule_parameters,
 )
 from passes.gradients.side_by_side import side_by_side
 
@@ -106,12 +106,12 @@ def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Grad
             SURROGATE.set(each)
     attributes = {**op.defaults_of(node), **full_attributes(node, op.versions)}
     named = {**attributes, "y": node.outputs[0], "node": node, "active": active}
-    if "dys" in rule_parameters(function):
+    if "dys" in parameters_of(function):
         pairs = zip(dys, node.outputs, strict=True)
         named["dys"] = dys = [
             zeros(op, y) if dy is None and y.name and is_floating(y) else dy for dy, y in pairs
         ]
-    elif "further" in rule_parameters(function):
+    elif "further" in parameters_of(function):
         named["further"] = dys[1:]
     elif any(dy is not None for dy in dys[1:]):
         unused = next(y.name for y, dy in zip(node.outputs[1:], dys[1:], strict=True) if dy is not None)
@@ -131,7 +131,7 @@ def _answered(
     """Call a rule that a user has written, and return its gradients, each of which is that of all elements."""
     inputs, where = inputs_of(node), f"rule {getattr(function, '__name__', kind_of(function))}"
     names = ", ".join("None" if x is None else name_of(x) for x in inputs)
-    lacking = [p for p in rule_parameters(function).values() if _is_keyword(p) and p.name not in named]
+    lacking = [p for p in parameters_of(function).values() if _is_keyword(p) and p.name not in named]
     if lacking:
         raise GraphoptError(
             f"{where}: {lacking[0].name}: expected one of {', '.join(sorted(known))}, since a keyword names an "

@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.traversal import sort, subgraphs
 from graphopt.graph.values import swap
-from passes.gradients.registry import has_rule, rule_parameters
+from passes.gradients.registry import has_rule, parameters_of
 from passes.lowering import attention as attention
 from passes.lowering import bnb as bnb
 from passes.lowering import classical as classical
@@ -94,7 +94,7 @@ def _lower(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
 
 def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value | None]:
     """Call a lowering with the inputs and attributes of a node, and refuse those that it has no parameter for."""
-    parameters = list(rule_parameters(function).values())[1:]
+    parameters = list(parameters_of(function).values())[1:]
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for i, x in enumerate(node.inputs):

@@ -44,6 +44,7 @@ def freeze(x: ir.Value) -> ir.Value:
 
 
 def plus(x: ir.Value, bias: Input) -> ir.Value:
+    """Return x + bias, or x if `bias` is None."""
     return x if bias is None else x + bias
 
 
