@@ -264,19 +264,19 @@ class AdapterTarget:
     def laid_out(self, op: Emitter) -> AdapterTarget:
         """Emit a weight that has a layout of its own as [..., inputs, outputs], and return the target of that."""
         return (
-            replace(self, reading=WeightKind(), y=_emit(op, self.y, self.own_moves))
+            replace(self, reading=WeightKind(), y=emit(op, self.y, self.own_moves))
             if self.has_layout
             else self
         )
 
     def given_back(self, op: Emitter, changed: Value) -> Value:
         """Emit a value like the output of `laid_out` in the layout of the weight."""
-        return _emit(op, changed, inverse(self.own_moves, _dims(self.y))) if self.has_layout else changed
+        return emit(op, changed, inverse(self.own_moves, _dims(self.y))) if self.has_layout else changed
 
     def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
         """Emit the weight, or a value in the layout of the weight, as [..., inputs, outputs]."""
         moves = self.own_moves if w is self.w else ()
-        return _emit(op, w, (*moves, *self.reading.to_matrices(_dims(w), self.groups, up=up)))
+        return emit(op, w, (*moves, *self.reading.to_matrices(_dims(w), self.groups, up=up)))
 
     def numbers(self) -> np.ndarray:
         """Return the numbers of the weight, as [..., inputs, outputs] or as filters."""
@@ -338,7 +338,7 @@ def swapped(op: Emitter, x: Value) -> Value:
     return op.Transpose(x, perm=[*swap_of(rank(x))])
 
 
-def _emit(op: Emitter, x: Value, moves: Moves) -> Value:
+def emit(op: Emitter, x: Value, moves: Moves) -> Value:
     for how, numbers in moves:
         x = op.Transpose(x, perm=[*numbers]) if how == "transpose" else op.Reshape(x, [*numbers])
     return x

@@ -69,14 +69,17 @@ class ScanParts:
         return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *dims_of(x)]))
 
     def sequence_of(self, x: ir.Value) -> ScanRows | None:
+        """Return the sequence whose row is `x`, or None."""
         rows = (rows for rows in (*self.inputs, *self.outputs) if rows.axis == 0)
         return next((each for each in rows if base_of(each.row, {"Identity"}) is x), None)
 
     def add_output(self, x: ir.Value, direction: int) -> ScanRows:
+        """Add `x` as a scan output."""
         self.outputs.append(ScanRows(like(self.inner.Identity(x), x), self.stacked(x), 0, direction))
         return self.outputs[-1]
 
     def replace_scan(self, graph: ir.Graph) -> None:
+        """Replace the Scan by the rewritten one."""
         outputs = []
         for y in [*(state.last for state in self.states), *(rows.sequence for rows in self.outputs)]:
             outputs.append(y if y.producer() is None else ir.Value(name=y.name, type=y.type, shape=y.shape))
@@ -107,6 +110,7 @@ class ScanParts:
 
 
 def _described(side: str, rows: Sequence[ScanRows]) -> dict[str, list[int]]:
+    """Return the attributes of sequences."""
     return {
         f"scan_{side}_axes": [each.axis for each in rows],
         f"scan_{side}_directions": [each.direction for each in rows],

@@ -204,7 +204,7 @@ class BalancedAccuracy(OfCounts):
         return np.mean(right[target > 0] / target[target > 0])
 
 
-class _OfClasses(OfCounts):
+class OfClasses(OfCounts):
     """Average a number of each class; a class without a denominator counts as 0.
 
     Args:
@@ -358,13 +358,13 @@ METRICS: dict[str, Callable[..., Metric]] = {
         ("regression",),
     ),
     "ece": CalibrationError,
-    "f1": partial(_OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
+    "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
     "mae": partial(OfMean, _absolute_errors, ("regression",)),
     "mse": partial(OfMean, _squared_errors, ("regression",)),
     "perplexity": partial(OfMean, _cross_entropies, ("classification",), np.exp),
-    "precision": partial(_OfClasses, lambda right, predicted, target: right / np.maximum(predicted, 1)),
+    "precision": partial(OfClasses, lambda right, predicted, target: right / np.maximum(predicted, 1)),
     "r2": R2,
-    "recall": partial(_OfClasses, lambda right, predicted, target: right / np.maximum(target, 1)),
+    "recall": partial(OfClasses, lambda right, predicted, target: right / np.maximum(target, 1)),
     "rmse": partial(OfMean, _squared_errors, ("regression",), np.sqrt),
     "roc_auc": partial(Collected, _scores_of_classes, mean_area),
     "top_k": TopK,
