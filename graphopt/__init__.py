@@ -37,9 +37,10 @@ from graphopt.on_device.artifacts import (
 )
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
-from graphopt.runtime.executor import Executor, NonFiniteLoss, run
+from graphopt.runtime.executor import Executor, run
 from graphopt.runtime.saved_adapter import save_adapter
 from graphopt.runtime.saved_folder import save_folder
+from graphopt.runtime.steps import NonFiniteLoss
 from graphopt.targets.target import Target, lower
 from graphopt.training.calibrate import calibrate
 from graphopt.training.callbacks import Callback

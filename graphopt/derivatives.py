@@ -129,7 +129,7 @@ def explain(model: Source, explanation: Pass, *, keep: bool = True) -> ir.Model:
     >>> graphopt.run(explained, feeds)["y.explanation"].shape
     (5, 1, 8, 8)
     """
-    loaded = normalized(model, restored=keep)
+    loaded = normal_form(model, restored=keep)
     own = [name_of(y) for y in loaded.graph.outputs]
     _derive(loaded, explanation, keep)
     return as_it_came(loaded, own) if keep else loaded
@@ -143,7 +143,7 @@ def derive(model: Source, derivative: Pass, *, keep: bool = True) -> ir.Model:
         derivative: the pass.
         keep: keep the model's own outputs.
     """
-    loaded = normalized(model)
+    loaded = normal_form(model)
     _derive(loaded, derivative, keep)
     return loaded
 
@@ -158,7 +158,7 @@ def _derive(loaded: ir.Model, derivative: Pass, keep: bool) -> None:
     passes.Simplify().apply(loaded)
 
 
-def normalized(model: Source, *, restored: bool = False) -> ir.Model:
+def normal_form(model: Source, *, restored: bool = False) -> ir.Model:
     """Return a model in the form that passes rewrite; warn of what it lacks then, unless `as_it_came` restores it."""
     import passes
 

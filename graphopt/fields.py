@@ -58,7 +58,7 @@ def alternatives(hint: object) -> list[object]:
     return [part for one in typing.get_args(hint) for part in alternatives(one)] if is_union else [hint]
 
 
-def read(value: object, hint: object, other: Callable[[Any, Any], object]) -> Any:
+def read_value(value: object, hint: object, other: Callable[[Any, Any], object]) -> Any:
     """Return a value of YAML or JSON as its type has it: a list becomes a tuple.
 
     Args:
@@ -72,20 +72,20 @@ def read(value: object, hint: object, other: Callable[[Any, Any], object]) -> An
         return value
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return read(value, parts[0], other)
+        return read_value(value, parts[0], other)
     if origin in _UNIONS:
         for part in parts:
             with contextlib.suppress(TypeError, ValueError):
-                return read(value, part, other)
+                return read_value(value, part, other)
         raise TypeError
     kind = origin if inspect.isclass(origin) else object
     if origin is Literal and any(value == word and type(value) is type(word) for word in parts):
         return value
     if issubclass(kind, Mapping) and isinstance(value, Mapping):
-        return {parts[0](key): read(item, parts[1], other) for key, item in value.items()}
+        return {parts[0](key): read_value(item, parts[1], other) for key, item in value.items()}
     if issubclass(kind, Sequence) and isinstance(value, list):
         kinds = [*parts] if kind is tuple and parts[-1] is not ... else [parts[0]] * len(value)
-        return tuple(read(item, part, other) for item, part in zip(value, kinds, strict=True))
+        return tuple(read_value(item, part, other) for item, part in zip(value, kinds, strict=True))
     if hint in _PLAIN or origin is Literal or issubclass(kind, Mapping | Sequence):
         raise TypeError
     return other(value, hint)

@@ -108,7 +108,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
                     "leave the rule out, or correct its key"
                 )
             if not is_of_other_passes:  # which a file does not name
-                provenance.note(model, source, self._steps)
+                provenance.note_source(model, source, self._steps)
             return model
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
@@ -217,7 +217,6 @@ def _check_rules(rules: object) -> None:
 
 
 def _as_pass(item: Pass, method: str, found: object) -> Pass:
-    """Return what a method of a pass has returned, which is a pass."""
     if not isinstance(found, Pass):
         raise GraphoptError(
             f"{type(item).__name__}.{method}: expected a pass, found {kind_of(found)}: return "

@@ -325,7 +325,6 @@ def floating_output(model: ir.Model, name: str | None, option: str) -> ir.Value:
 
 
 def floating_value(model: ir.Model, name: str, option: str) -> ir.Value:
-    """Return the floating-point value of a name."""
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     if name in values and is_floating(values[name]):
         return values[name]

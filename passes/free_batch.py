@@ -137,7 +137,6 @@ class Rows:
     fixed: set[ir.Value]
 
     def has(self, x: ir.Value | None) -> bool:
-        """Return whether a value has rows."""
         return x in self.axes or x in self.merged
 
 

@@ -26,9 +26,10 @@ from graphopt.graph.declarations import find_ranks, forget
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.encoders import detach_encoders, string_inputs
 from graphopt.graph.limits import check_constants
-from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, Origin, original_name
+from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, original_name
 from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET
+from graphopt.graph.origins import Origin
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
@@ -244,7 +245,6 @@ class Normalize(Pass):
 
 
 def _replace_inputs(model: ir.Model, numbers: Mapping[str, float]) -> None:
-    """Replace inputs of a model by numbers."""
     known = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
     for name, number in numbers.items():
         x = known.get(name)

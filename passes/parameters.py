@@ -12,17 +12,8 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import (
-    ADAPTER,
-    EXPORT_ANEW,
-    FROZEN,
-    RANGE,
-    UNTRAINED,
-    Evidence,
-    Kind,
-    LeftOut,
-    Origin,
-)
+from graphopt.graph.metadata import ADAPTER, FROZEN, RANGE, UNTRAINED
+from graphopt.graph.origins import EXPORT_ANEW, Evidence, Kind, LeftOut, Origin
 from graphopt.graph.rewriting import Pass, Pattern, names_of, no_match, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
@@ -260,7 +251,6 @@ class Parameters(Pass):
         return retied or _is_folded(weight, copy) or bool(sources and sources == _read(copy).sources)
 
     def _how_tied(self, weight: ir.Value, copy: ir.Value) -> folds.Relation | None:
-        """Return what a copy is in relation to a weight, or None if they are not tied."""
         if selects(self.untie, weight) or selects(self.untie, copy):
             return None
         first, second = _read(weight), _read(copy)

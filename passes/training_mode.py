@@ -17,10 +17,10 @@ from graphopt.graph.metadata import (
     IN_TRAINING,
     OF_BATCH,
     STOP_GRADIENT,
-    CumulativeAverage,
     InferenceForm,
     Observer,
 )
+from graphopt.graph.origins import CumulativeAverage
 from graphopt.graph.randomness import uniform
 from graphopt.graph.rewriting import Pass, Pattern, matches, no_match
 from graphopt.graph.roles import Role

@@ -248,7 +248,6 @@ def _dropout(op: Emitter, node: ir.Node) -> None:
 
 @since(10, "Dropout")
 def _mask(op: Emitter, node: ir.Node) -> None:
-    """Return a mask of numbers."""
     if len(node.outputs) < 2 or not (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         return
     x, mask = _input(node, 0), node.outputs[1]

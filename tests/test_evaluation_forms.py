@@ -88,7 +88,7 @@ def assert_predicts_as_trained(executor: graphopt.Executor, x: np.ndarray) -> np
 
 
 def form_of(executor: graphopt.Executor, call: str = "predict") -> ChosenEvaluation:
-    chosen = executor._evaluations[call]
+    chosen = executor._evaluations.opened[call]
     assert isinstance(chosen, ChosenEvaluation)
     return chosen
 
@@ -206,6 +206,6 @@ def test_several_workers_and_other_providers_evaluate_the_graph_as_it_is() -> No
     executor = opened(mlp())
     executor.predict(x=np.zeros((1, 4), np.float32))
     made = evaluation.evaluation_of(
-        executor.device_options, executor.model, executor._buffers, ["y"], as_numpy=True, alone=False
+        executor.device_options, executor.model, executor._parts.buffers, ["y"], as_numpy=True, alone=False
     )
     assert type(made) is Evaluation and type(form_of(executor)) is ChosenEvaluation

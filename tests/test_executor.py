@@ -667,7 +667,7 @@ def test_static_shapes_are_the_same_steps(executor):
             static.step(x=X[:size], target=T[:size])["loss"], expected["loss"], rtol=1e-6
         )
     assert_close(static.state, executor.state, atol=1e-7)
-    assert len(static._runner._by_shapes) == 2
+    assert len(static._steps.runner._by_shapes) == 2
 
 
 @pytest.mark.parametrize("provider", ["cpu", "CPU", "CPUExecutionProvider"])

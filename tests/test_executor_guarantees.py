@@ -131,7 +131,7 @@ def test_the_sum_that_a_gpu_computes_is_finite_where_the_cpus_is() -> None:
     for wrong in (0.0, np.inf, -np.inf, np.nan):
         executor = graphopt.Executor(compiled(mlp(), passes.AdamW(0.1)), threads=1)
         executor.update_state({"fc1.bias": np.array([1, wrong, 2], np.float32)})
-        buffers = executor._buffers
+        buffers = executor._parts.buffers
         is_finite = buffers._are_finite[0]
         graph, values = _summed(buffers.sets[0])
         assert len(values) == len(buffers.sets[0]) - 1  # without the counter

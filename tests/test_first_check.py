@@ -209,7 +209,7 @@ def after_steps(steps, network=layers, batch=None, **kinds) -> list[Finding]:
     batch = batch_for("layers") if batch is None else batch
     for _ in range(steps):
         executor.step(batch)
-    first = FirstCheck(executor._device, executor._model, executor._buffers)
+    first = FirstCheck(executor._device, executor._model, executor._parts.buffers)
     return [x for x in first.findings(batch) if x.part == "update"]
 
 
@@ -499,8 +499,8 @@ def test_a_message_that_has_changed_is_not_compared():
 
 def test_another_state_is_not_compared_with_the_file():
     executor = graphopt.Executor(compiled(), native=False)
-    executor._buffers.update({"b0": np.ones(8, np.float32)})
-    found = executor._first.findings(batch_for("layers"))
+    executor._parts.buffers.update({"b0": np.ones(8, np.float32)})
+    found = executor._steps.first.findings(batch_for("layers"))
     assert reasons(CheckTable(found)) == {"the state is no longer that of the file"}
     executor.step(batch_for("layers"))
 

@@ -293,7 +293,7 @@ def test_kernels_of_a_large_model_are_taken_without_measuring_steps(mapped, monk
     plain = graphopt.Executor(compiled(mapped), native=False)
     for _ in range(3):
         assert executor.step(FEEDS)["loss"] == pytest.approx(plain.step(FEEDS)["loss"], rel=1e-5)
-    assert "kernels" in {form.name for form in executor._runner.forms}
+    assert "kernels" in {form.name for form in executor._steps.runner.forms}
     assert bool(measured) == (frozen == "mapped")
 
 

@@ -168,8 +168,8 @@ def test_without_instructions_the_highest_precision_runs_and_says_so(monkeypatch
     executor.step(feeds)
     for name, value in expected.state.items():
         np.testing.assert_array_equal(value, executor.state[name], name)
-    assert precision.described("high").startswith("as 'highest', not 'high': ")
-    assert precision.described("highest") == "as 'highest': each number of an operand is float32"
+    assert precision.precision_in_words("high").startswith("as 'highest', not 'high': ")
+    assert precision.precision_in_words("highest") == "as 'highest': each number of an operand is float32"
 
 
 def test_the_operating_system_may_refuse_the_registers(monkeypatch) -> None:

@@ -77,19 +77,19 @@ def test_a_step_that_fits_is_as_it_was(nothing_held):
     step = compiled()
     (found, fits), (expected, plain) = losses(step, memory="1 GB"), losses(step, static_shapes=True)
     assert found == expected
-    assert len(fits._runner.forms[0].model.graph) == len(plain._runner.forms[0].model.graph)
+    assert len(fits._steps.runner.forms[0].model.graph) == len(plain._steps.runner.forms[0].model.graph)
     assert fits.frozen == "low"
 
 
 def test_a_step_that_does_not_fit_recomputes_and_computes_the_same(nothing_held):
     step = compiled()
     expected, plain = losses(step, static_shapes=True)
-    whole = estimate(plain._runner.forms[0].model, {}).step
+    whole = estimate(plain._steps.runner.forms[0].model, {}).step
     found, fits = losses(step, memory=f"{1.15 * whole / 1000:.1f} kB")
     assert found == pytest.approx(expected, rel=1e-6)
-    run = fits._runner.forms[0].model
+    run = fits._steps.runner.forms[0].model
     assert (1 + fitting.RESERVED) * estimate(run, {}).step <= 1.15 * whole
-    assert len(run.graph) > len(plain._runner.forms[0].model.graph)
+    assert len(run.graph) > len(plain._steps.runner.forms[0].model.graph)
 
 
 def test_a_step_that_cannot_fit_is_refused_with_the_least_that_would_do(nothing_held):
@@ -133,7 +133,7 @@ def test_a_step_with_large_frozen_weights_has_no_copies_of_them(monkeypatch):
     assert found == pytest.approx(expected, rel=1e-5)
     assert placement_by_size(step) == "low"
     assert placement_by_size(step, on_cpu=False) == "packed"
-    assert isinstance(executor._evaluation("predict"), ChosenEvaluation)  # of packed weights
+    assert isinstance(executor._evaluations._open("predict"), ChosenEvaluation)  # of packed weights
 
 
 # The first check on some tokens.
@@ -288,7 +288,7 @@ def test_a_check_on_the_whole_batch_is_left_out_without_memory(monkeypatch, cach
     step = graphopt.load(compiled())
     executor = graphopt.Executor(step, frozen="low", native=False, verify="first")
     for _ in range(2):  # nothing is remembered
-        check = first_check.FirstCheck(executor._device, executor._model, executor._buffers)
+        check = first_check.FirstCheck(executor._device, executor._model, executor._parts.buffers)
         with pytest.warns(UserWarning, match=r"^the first check: a step on the whole batch needs about"):
             check.check({"x": X[:ROWS], "target": X[:ROWS]})
 

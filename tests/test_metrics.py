@@ -20,7 +20,7 @@ from scipy.special import log_softmax, softmax
 import graphopt
 import passes
 from graphopt import cli
-from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.roles import TargetSpec
 from graphopt.training.metrics import METRICS, Metrics
 
 ROWS = 211

@@ -197,7 +197,7 @@ def executor(**options: Any) -> graphopt.Executor:
 def test_session_options_reach_the_runtime() -> None:
     chosen = executor(session_options={"inter_op_num_threads": 3, "session.intra_op.allow_spinning": "0"})
     assert chosen.step(FEEDS)["loss"] == executor().step(FEEDS)["loss"]
-    options = chosen._runner.forms[0].session.ort.get_session_options()
+    options = chosen._steps.runner.forms[0].session.ort.get_session_options()
     assert options.inter_op_num_threads == 3
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 

@@ -23,7 +23,8 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, Architecture
+from graphopt.graph.metadata import LABELS
+from graphopt.graph.model_folders import Architecture
 from graphopt.graph.storage import Content
 from graphopt.runtime.session import Session
 from graphopt.targets.native import cache as cached

@@ -42,7 +42,7 @@ def step(cache, parts, monkeypatch):
 
 
 def rehearsal_of(executor):
-    return executor._runner._forms._contest.candidates[KERNELS].rehearsal
+    return executor._steps.runner._forms._contest.candidates[KERNELS].rehearsal
 
 
 def lowered_meanwhile(executor, steps=2000):
@@ -50,7 +50,7 @@ def lowered_meanwhile(executor, steps=2000):
     losses = []
     for batch in itertools.cycle(BATCHES):
         losses.append(executor.step(batch)["loss"])
-        if executor._runner.native is not None or len(losses) == steps:
+        if executor._steps.runner.native is not None or len(losses) == steps:
             return losses
         time.sleep(0.05)
 
@@ -58,9 +58,9 @@ def lowered_meanwhile(executor, steps=2000):
 @pytest.mark.slow
 def test_plain_steps_run_while_another_process_lowers(cache, step):
     executor = graphopt.Executor(step, native="auto")
-    assert executor._runner.native is None
+    assert executor._steps.runner.native is None
     losses = lowered_meanwhile(executor)
-    assert executor._runner.native is not None
+    assert executor._steps.runner.native is not None
     assert [*cache.glob("*.so")]
     assert [*cache.glob("*.time.json")]
     assert not [path for path in cache.iterdir() if path.is_dir()]
@@ -83,10 +83,10 @@ def test_the_first_small_graph_on_a_machine_does_not_wait_either(cache, monkeypa
     with strict(False):
         step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.01))
         executor = graphopt.Executor(step, native="auto")
-        assert executor._runner.native is None
+        assert executor._steps.runner.native is None
         lowered_meanwhile(executor)
         other = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
-        assert graphopt.Executor(other, native="auto")._runner._forms._live is None
+        assert graphopt.Executor(other, native="auto")._steps.runner._forms._live is None
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_kernels_that_the_other_process_finds_to_be_wrong_are_refused(cache, ste
     ):
         losses = lowered_meanwhile(executor)
     toolchain.compiler.cache_clear()
-    assert executor._runner.native is False
+    assert executor._steps.runner.native is False
     plain = graphopt.Executor(step, native=False)
     expected = [plain.step(batch)["loss"] for batch, _ in zip(itertools.cycle(BATCHES), losses, strict=False)]
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
@@ -130,7 +130,7 @@ def test_batches_of_another_shape_do_not_count_in_a_race(cache, step, monkeypatc
     executor = graphopt.Executor(step, native="auto")
     small = {name: x[:3] for name, x in BATCHES[0].items()}
     steps = 0
-    while executor._runner.native is None:
+    while executor._steps.runner.native is None:
         for batch in (small, BATCHES[0]):
             executor.step(batch)
             steps += bool(clocks)
@@ -158,7 +158,7 @@ def test_no_process_is_left(cache, step, is_left):
 @pytest.mark.parametrize("options", [{"native": True}, {"deterministic": True}, {"in_place": True}])
 def test_steps_wait_for_kernels_that_they_must_have(cache, step, options):
     executor = graphopt.Executor(step, **{"native": "auto", **options})
-    assert executor._runner.native is True
+    assert executor._steps.runner.native is True
     assert [*cache.glob("*.so")]
 
 
@@ -203,7 +203,7 @@ def test_if_the_process_that_lowers_ends_plain_steps_go_on(cache, step):
     rehearsal_of(executor)._process.kill()
     with pytest.warns(UserWarning, match="the process that compiles ended with -?[0-9]+; steps run without"):
         lowered_meanwhile(executor)
-    assert executor._runner.native is False
+    assert executor._steps.runner.native is False
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_if_the_process_that_lowers_fails_its_error_is_told(cache, step, monkeyp
     with pytest.warns(UserWarning, match="false does not compile the kernels"):
         lowered_meanwhile(executor)
     toolchain.compiler.cache_clear()
-    assert executor._runner.native is False
+    assert executor._steps.runner.native is False
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_the_process_that_lowers_ends_with_the_one_that_trains(cache, step, tmp_
 from graphopt.runtime import forms
 forms.REHEARSED_NODES = 1
 executor = graphopt.Executor({str(tmp_path / "step.onnx")!r}, native="auto")
-print(executor._runner._forms._contest.candidates["kernels"].rehearsal._process.pid, flush=True)
+print(executor._steps.runner._forms._contest.candidates["kernels"].rehearsal._process.pid, flush=True)
 time.sleep(60)"""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)

@@ -33,7 +33,7 @@ def assert_same_state(executors):
 
 
 def shared(executor):
-    first, second = executor._buffers.sets
+    first, second = executor._parts.buffers.sets
     return {name for name, value in first.items() if second[name] is value}
 
 

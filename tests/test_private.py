@@ -24,7 +24,7 @@ from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.runtime.steps import NonFiniteLoss
 from passes.gradients.examples import Examples
 
 N = 5

@@ -319,7 +319,7 @@ def test_a_provider_that_does_not_deliver_the_new_state_is_an_error(monkeypatch)
     call = BoundSession.call
 
     def undelivered(self, source, feeds):
-        written = executor._buffers.sets[1 - source]
+        written = executor._parts.buffers.sets[1 - source]
         before = {name: np.array(x.numpy()) for name, x in written.items()}
         reported = call(self, source, feeds)
         for name, array in before.items():

@@ -90,7 +90,7 @@ def test_how_many_is_chosen_by_the_time_of_a_step():
     executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
     assert len(executor.run(BATCHES)) == 50
     assert executor.steps == 50
-    assert executor._several.pace.steps > 1
+    assert executor._steps.several.pace.steps > 1
     assert paced([1e-4] * 6).steps == 40
     assert paced([1.0] + [1e-4] * 5).steps == 40  # the first one takes longer
     assert paced([1e-4] * 6, [1e-4] * 6).steps == 1  # since a step among several takes as long

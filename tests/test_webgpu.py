@@ -147,7 +147,7 @@ def test_state_that_the_cpu_reads_is_read_anew_in_each_step() -> None:
     """A binding copies to the CPU when it is made: without another, operators there see the first weights for ever."""
     step = compiled(optimizer=passes.SGD(0.02, momentum=0.9))
     first = graphopt.Executor(step, device="webgpu")
-    (form,) = first._runner.forms
+    (form,) = first._steps.runner.forms
     state = {x.name for x in with_role(form.model, Role.PARAMETER, Role.SLOT)}
     readers = [
         node.name for node in form.model.graph if state & {x.name for x in node.inputs if x is not None}
@@ -228,7 +228,7 @@ def test_a_step_reads_the_device_once(reads: Counter[str], tmp_path: Path, monke
     reads.clear()
     losses(on_gpu)
     assert reads.total() == 4
-    (form,) = on_gpu._runner.forms
+    (form,) = on_gpu._steps.runner.forms
     nodes = [
         x["args"]
         for x in json.loads(Path(form.session.ort.end_profiling()).read_text())

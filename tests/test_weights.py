@@ -22,7 +22,7 @@ from twins import assert_trains_as
 import graphopt
 import passes
 from graphopt import GraphoptError
-from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.inspection.report import report
 from graphopt.testing.gradients import gradient_model

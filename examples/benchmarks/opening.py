@@ -65,7 +65,7 @@ def child(path: Path, native: str, seconds: float, threads: int, rows: int) -> N
         executor.step(batch)
         ends.append(time.perf_counter() - begun)
         if kernels is None and any(
-            node.domain == "ai.graphopt" for node in executor._runner.forms[0].model.graph
+            node.domain == "ai.graphopt" for node in executor._steps.runner.forms[0].model.graph
         ):
             kernels = ends[-1]
     times = np.diff(ends).tolist()

@@ -39,7 +39,7 @@ import graphopt
 import graphopt.models
 import passes
 from graphopt.data import Characters, digits, text
-from graphopt.targets.native.precision import described
+from graphopt.targets.native.precision import precision_in_words
 from graphopt.targets.native.toolchain import FLAGS, compiler
 
 PRECISIONS = ("highest", "high", "medium")
@@ -332,7 +332,7 @@ def page(sections: dict[str, str]) -> str:
         "# Precisions of products",
         "",
         f"`python examples/benchmarks/precision.py` writes this page, here on {machine()}.",
-        *(f"`{name}` runs {described(name)}." for name in PRECISIONS[1:]),
+        *(f"`{name}` runs {precision_in_words(name)}." for name in PRECISIONS[1:]),
     ]
     for title, text_of in sections.items():
         head += ["", f"## {title}", "", text_of.strip()]

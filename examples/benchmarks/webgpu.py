@@ -69,7 +69,7 @@ def times(executor: graphopt.Executor, feeds: dict[str, np.ndarray], rounds: int
     calls: list[float] = []
     for _ in range(3):
         executor.step(feeds)
-    session = executor._runner.forms[0].session
+    session = executor._steps.runner.forms[0].session
     execute = session.execute
 
     def timed(*arguments: Any) -> None:
@@ -105,7 +105,7 @@ def profiled(
         for _ in range(steps):
             executor.step(feeds)
         value.numpy = numpy
-        session = executor._runner.forms[0].session.ort
+        session = executor._steps.runner.forms[0].session.ort
         events = json.loads(Path(session.end_profiling()).read_text())
     runs = sum(event["name"] == "model_run" for event in events)
     counts, kernels = Counter[str](), Counter[str]()

@@ -16,7 +16,7 @@ import onnx
 import graphopt
 import passes
 from graphopt import GraphoptError
-from graphopt.graph.metadata import Kind, LeftOut, Origin
+from graphopt.graph.origins import Kind, LeftOut, Origin
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.checks.findings import CheckTable
 

@@ -42,12 +42,10 @@ class Adaptation:
 
     @property
     def kind(self) -> WeightKind:
-        """Return the layout of the weight."""
         return WeightKind(self.note.kind)
 
     @property
     def weight(self) -> ir.Value:
-        """Return the weight in the graph."""
         if self.base is None:
             raise GraphoptError(f"weight {self.note.weight!r}: expected it in the training graph, found none")
         return self.base
@@ -120,7 +118,6 @@ class CombinedAdapter:
 
     @property
     def first(self) -> Adaptation:
-        """Return the first adapter."""
         return self.adapters[0]
 
     @property
@@ -172,7 +169,6 @@ class CombinedAdapter:
 
 
 def combined(adapters: Sequence[Adaptation]) -> list[CombinedAdapter]:
-    """Return the adapters of each weight as one."""
     groups: dict[str, list[Adaptation]] = {}
     for adapter in adapters:
         groups.setdefault(adapter.note.weight, []).append(adapter)

@@ -9,13 +9,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.adapters.combined import Adaptation
-from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, sizes_of
+from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, widths_of
 from graphopt.adapters.peft import Module
 from graphopt.adapters.stacked import order_of_experts, parameter_of_experts, to_parameter
 from graphopt.adapters.targets import readers_of, widths
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import Adapted, adapted
-from graphopt.graph.metadata import EXPORTED_CALL, Kind, Layout, Origin, original_name
+from graphopt.graph.metadata import EXPORTED_CALL, original_name
+from graphopt.graph.origins import Kind, Layout, Origin
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
 from graphopt.graph.values import is_floating, name_of
@@ -98,7 +99,7 @@ def _parts(
     outputs, parts = adapter.outputs, naming.modules_of(note.name)
     if not parts[0][0]:
         raise naming.refusal(note.name)
-    sizes = sizes_of(note.name, parts, outputs, widths(weight))
+    sizes = widths_of(note.name, parts, outputs, widths(weight))
     start, stop = note.columns or (0, outputs)
     for (path, _), end, size in zip(parts, np.cumsum(sizes).tolist(), sizes, strict=True):
         first, last = max(start, end - size), min(stop, end)
@@ -191,7 +192,6 @@ def _as_peft(adapter: Adaptation) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _whole(parts: Sequence[_Part]) -> Module:
-    """Return the adapter of a module from those of its parts."""
     first, outputs = parts[0].module, parts[0].outputs
     if len(parts) == 1 and len(first.b) == outputs:
         return first

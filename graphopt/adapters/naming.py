@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.adapters.targets import outputs_of, widths
 from graphopt.errors import GraphoptError, kind_of, some
-from graphopt.graph.metadata import Architecture
+from graphopt.graph.model_folders import Architecture
 
 Names = str | Mapping[str, str | Sequence[str] | Mapping[str, int]] | None
 Part = tuple[str, int | None]  # the path of a module, and the number of its outputs
@@ -273,12 +273,12 @@ def part_sizes(weights: Mapping[str, ir.Value], naming: Naming) -> dict[str, int
         parts = naming.modules_of(name) if naming.is_builders and OF_BUILDER.search(name) else []
         if any(naming.holder(path)[0] != path for path, _ in parts):
             outputs = outputs_of(weight)
-            found = sizes_of(name, parts, outputs, widths(weight))
+            found = widths_of(name, parts, outputs, widths(weight))
             sizes |= {path: size for (path, _), size in zip(parts, found, strict=True)}
     return sizes
 
 
-def sizes_of(weight: str, parts: Sequence[Part], outputs: int, widths: Sequence[int] | None) -> list[int]:
+def widths_of(weight: str, parts: Sequence[Part], outputs: int, widths: Sequence[int] | None) -> list[int]:
     """Return the number of outputs of each part of a packed weight.
 
     Args:

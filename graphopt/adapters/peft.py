@@ -20,7 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from graphopt.adapters.stacked import parameters_of, wrappers
+from graphopt.adapters.stacked import wrapped_parameters, wrappers
 from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import check_file, json_of, read_file
 
@@ -75,7 +75,6 @@ class Module:
 
     @property
     def rank(self) -> int:
-        """Return the rank."""
         return len(self.a) // (self.experts or 1)
 
     @property
@@ -206,7 +205,7 @@ def read_folder(folder: str | os.PathLike[str], parameters: Sequence[str] = ()) 
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(x, str) for x in targets):
         raise GraphoptError(f"{path}: target_parameters: expected names of parameters, found {targets!r}")
-    stacked = parameters_of(str(path), [*parts], targets, parameters)
+    stacked = wrapped_parameters(str(path), [*parts], targets, parameters)
     modules = [
         _module(path, stacked.get(name, name), found, config, is_stacked=name in stacked)
         for name, found in parts.items()

@@ -65,7 +65,7 @@ def wrappers(parameters: Sequence[str]) -> dict[str, str]:
     }
 
 
-def parameters_of(
+def wrapped_parameters(
     place: str, names: Sequence[str], targets: Sequence[str], known: Sequence[str]
 ) -> dict[str, str]:
     """Return the parameters that wrappers in a folder are of, by the names of the wrappers.

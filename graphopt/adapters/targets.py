@@ -15,9 +15,10 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
-from graphopt.graph.metadata import FAKE, InferenceForm, Origin
+from graphopt.graph.metadata import FAKE, InferenceForm
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.origins import Origin
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pattern, matches, selects
 from graphopt.graph.traversal import extracted_between, subgraphs
@@ -338,7 +339,6 @@ def swapped(op: Emitter, x: Value) -> Value:
 
 
 def emit(op: Emitter, x: Value, moves: Moves) -> Value:
-    """Emit moves of a value."""
     for how, numbers in moves:
         x = op.Transpose(x, perm=[*numbers]) if how == "transpose" else op.Reshape(x, [*numbers])
     return x

@@ -20,8 +20,9 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.classified import LABEL, PROBABILITIES, classes_of, classification_of
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import TargetSpec, labels_in
+from graphopt.graph.metadata import labels_in
 from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import TargetSpec
 from graphopt.graph.storage import save
 from graphopt.inspection import html
 from graphopt.inspection.charts import scatter_chart

@@ -18,7 +18,7 @@ from graphopt.graph.roles import FED, with_role
 from graphopt.graph.values import name_of
 from graphopt.inspection.check import check
 from graphopt.runtime.device import Device
-from graphopt.runtime.encoding import encoding_of
+from graphopt.runtime.inputs import encoding_of
 from graphopt.training.callbacks.terminal import open_console, print_line
 
 

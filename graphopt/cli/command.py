@@ -55,7 +55,7 @@ from graphopt.data.loader import TrainingRows
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
-from graphopt.graph.metadata import DECODER, Architecture
+from graphopt.graph.model_folders import DECODER, Architecture
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
 from graphopt.graph.values import is_floating
@@ -66,7 +66,7 @@ from graphopt.inspection.words import counted
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.pipeline import Pipeline, Step
 from graphopt.runtime.saved_folder import OF_TOKENIZER, save_folder
-from graphopt.targets.native.precision import chosen_precision, described
+from graphopt.targets.native.precision import chosen_precision, precision_in_words
 from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.fit import opened
 from graphopt.training.signals import ending
@@ -442,7 +442,7 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
         summary += _placement(recipe, step)
     precision = chosen_precision(fields.get("matmul_precision"))
     if step is not None and on_cpu and precision != "highest":
-        summary += f"products   {described(precision)}\n"
+        summary += f"products   {precision_in_words(precision)}\n"
     if recipe.fields["sensitivity"]:
         rows = TrainingRows(recipe.data, model, recipe.split(len(recipe.data))[0], opened)
         summary += "".join(f"{line}\n" for line in sensitivity(result, pipeline, rows.run))

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from graphopt.cli.composition.hydra_config import BASE, RECIPES, CommandLine, known_fields, options_of
 from graphopt.cli.words import reader_of
 from graphopt.errors import escaped, line, nearest, shortened, unknown
-from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.runtime.steps import NonFiniteLoss
 from graphopt.targets.native import toolchain
 from graphopt.training.callbacks.logs import TRACKERS
 from graphopt.training.callbacks.terminal import open_console, print_line

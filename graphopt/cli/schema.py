@@ -11,7 +11,15 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 from graphopt.cli.composition.hydra_config import RECIPES, base_recipe, options_of
-from graphopt.cli.composition.validation import CALLBACKS, NAMED, OWN, PLAIN, TARGET_KEY, given, offered
+from graphopt.cli.composition.validation import (
+    CALLBACKS,
+    NAMED,
+    OWN,
+    PLAIN,
+    TARGET_KEY,
+    added_arguments,
+    offered,
+)
 from graphopt.cli.help import DESCRIBED, described, in_yaml
 from graphopt.fields import alternatives, hints
 from graphopt.intervals import KEY, Interval
@@ -20,7 +28,7 @@ Schema = dict[str, Any]
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _LARGEST = 1.7976931348623157e308  # of finite numbers
-_GIVEN = {"executor": given("executor"), "models": ("features",)}  # arguments of named targets
+_GIVEN = {"executor": added_arguments("executor"), "models": ("features",)}  # arguments of named targets
 _NULL: Schema = {"type": "null"}
 
 
@@ -36,7 +44,7 @@ def recipe_schema(verbs: Iterable[str]) -> Schema:
     parts = [group for group in groups if group not in ("experiment", "sweep")]
     fields = _object_schema(OWN[""])["properties"]
     fields["run"] = {"description": DESCRIBED[""]["run"], "enum": [*verbs]}
-    fields |= {name: _object_schema(target, without=given(name)) for name, target in PLAIN.items()}
+    fields |= {name: _object_schema(target, without=added_arguments(name)) for name, target in PLAIN.items()}
     fit, checkpoint = fields["fit"]["properties"], fields.pop("fit.checkpoint")
     fit |= _object_schema(OWN["fit"])["properties"]
     fit["checkpoint"] = _any(checkpoint, _NULL, _ref("reference"))

@@ -43,7 +43,7 @@ from graphopt.graph.listing import size
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
 from graphopt.inspection.words import counted
-from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.runtime.steps import NonFiniteLoss
 from graphopt.training.callbacks import JSONL, Callback, Record, Run
 from graphopt.training.callbacks.page import Page
 from graphopt.training.callbacks.progress import ProgressBar, measures

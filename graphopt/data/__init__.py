@@ -3,11 +3,12 @@
 from typing import NoReturn
 
 from graphopt.arguments import no_attribute
+from graphopt.data import columnar, files
 from graphopt.data.audio_folders import audio
-from graphopt.data.columnar import arrow, parquet
+from graphopt.data.columnar import *
 from graphopt.data.columns import Category, Date, Number
 from graphopt.data.dataset import Dataset, LazyArray
-from graphopt.data.files import csv, npy, npz
+from graphopt.data.files import *
 from graphopt.data.foreign import table
 from graphopt.data.image_folders import images
 from graphopt.data.language.labelled import labelled_text
@@ -29,33 +30,22 @@ __all__ = [
     "Loader",
     "Number",
     "Tokenizer",
-    "arrow",
     "audio",
     "balanced_class_weights",
-    "csv",
     "diabetes",
     "digits",
     "hold_out",
     "images",
     "labelled_text",
     "mean_and_scale",
-    "npy",
-    "npz",
-    "parquet",
     "prefetched",
     "prompts",
     "table",
     "text",
 ]
+__all__ += columnar.__all__ + files.__all__
 
-# The reader of a file by the end of its name: recipes and the command's messages know what stands here.
-READERS = {
-    **dict.fromkeys((".csv", ".tsv", ".txt"), "csv"),
-    **dict.fromkeys((".parquet", ".pq"), "parquet"),
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
-    **dict.fromkeys((".jsonl", ".ndjson"), "text"),
-    **{".npy": "npy", ".npz": "npz"},
-}
+READERS = {**files.ENDINGS, **columnar.ENDINGS, ".jsonl": "text", ".ndjson": "text"}
 
 
 def __getattr__(name: str) -> NoReturn:

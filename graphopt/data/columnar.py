@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.parquet
 
+__all__ = ["arrow", "parquet"]
+
+ENDINGS = {
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
+}
 _ROWS_AT_ONCE = 65_536  # read from a Parquet file
 _NUMBER_BYTES = 8  # of a number in NumPy, at most
 _LARGEST_EXACT = 2**53  # float64, NumPy's type beside missing numbers, has all whole numbers up to it

@@ -24,6 +24,10 @@ from graphopt.data.tabular import is_numeral, of_columns, refuse_twice
 from graphopt.errors import GraphoptError, line, some
 from graphopt.files import ReadName, check_file, replacing
 
+__all__ = ["csv", "npy", "npz"]
+
+# The reader of a file by the end of its name: recipes and the command's messages know what stands here.
+ENDINGS = {".csv": "csv", ".tsv": "csv", ".txt": "csv", ".npy": "npy", ".npz": "npz"}
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 _UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
 

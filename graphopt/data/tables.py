@@ -27,8 +27,9 @@ from graphopt.graph.classified import (
 )
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import LABELS, Note, TargetSpec, labels_in
+from graphopt.graph.metadata import LABELS, Note, labels_in
 from graphopt.graph.rewriting import remove_unused_nodes
+from graphopt.graph.roles import TargetSpec
 from graphopt.graph.values import dims_of, is_floating, name_of, swap
 from graphopt.moments import row_index
 
@@ -427,7 +428,6 @@ def _all_values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _free(name: str | None, taken: set[str | None]) -> str | None:
-    """Return a name that is not taken, and take it."""
     while name is not None and name in taken:
         name += "_"
     taken.add(name)

@@ -273,7 +273,6 @@ def _numeric_column(path: str, name: str, column: _Cells) -> np.ndarray:
 
 
 def _class_numbers(path: str, name: str, texts: list[str], labels: Sequence[str]) -> np.ndarray:
-    """Return the index of each text in `labels`."""
     refuse_twice(path, "label", labels)
     places = {label: i for i, label in enumerate(labels)}
     for i, text in enumerate(texts):

@@ -29,11 +29,12 @@ from graphopt.graph.state import initial
 from graphopt.graph.values import ROWS, name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
-from graphopt.runtime.executor import Executor, Parts
+from graphopt.runtime.executor import Executor
 from graphopt.runtime.forms import is_large_enough
 from graphopt.runtime.runners import Runner, StepRunner
 from graphopt.runtime.signature import Signature, reporting
 from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.steps import Parts
 from graphopt.runtime.tensors import Tensor, rows_of
 
 
@@ -106,7 +107,7 @@ class DataParallel(Executor):
     @property
     def share_state(self) -> bool:
         """Return whether the workers share one copy of the state."""
-        return isinstance(self._buffers, SharedBuffers)
+        return isinstance(self._parts.buffers, SharedBuffers)
 
 
 class _Stage(NamedTuple):

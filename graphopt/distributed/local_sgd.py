@@ -21,9 +21,10 @@ from graphopt.graph.values import name_of, value_of
 from graphopt.pipeline import Step, check_step
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
-from graphopt.runtime.executor import Executor, NonFiniteLoss, Parts
+from graphopt.runtime.executor import Executor
 from graphopt.runtime.runners import Rounds, StepRunner
 from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.steps import NonFiniteLoss, Parts
 from graphopt.runtime.tensors import Tensor, buffer, zeros_of
 
 if TYPE_CHECKING:

@@ -24,17 +24,9 @@ from graphopt.errors import GraphoptError, line, some
 from graphopt.exporting import tracing
 from graphopt.exporting.tracing import Example
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import (
-    EXPORTED_CALL,
-    IN_TRAINING,
-    STOP_GRADIENT,
-    CumulativeAverage,
-    Exported,
-    Kind,
-    ModuleWeight,
-    PaddingIndex,
-)
+from graphopt.graph.metadata import EXPORTED_CALL, IN_TRAINING, STOP_GRADIENT
 from graphopt.graph.operators import DRAWING
+from graphopt.graph.origins import CumulativeAverage, Exported, Kind, ModuleWeight, PaddingIndex
 from graphopt.graph.shapes import fold_integers
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, name_of
@@ -79,7 +71,7 @@ def exported(
 ) -> ir.Model:
     """Export a module with notes of how it trains; see `graphopt.export`."""
     example = _arguments(given)
-    tracing.check(module)
+    tracing.check_module(module)
     tracing.initialize(module, example)
     with _one_line("a module that takes the example", "pass the arguments of forward"):
         tracing.check_functions(module, example)
@@ -291,7 +283,7 @@ def _torchscript(call: _Call) -> ir.Model:
 
 def _separate(model: ir.Model, module: nn.Module) -> None:
     """Separate weights with equal numbers, which the exporter merges if the module is in eval mode."""
-    paths = tracing.weights_of(module)
+    paths = tracing.state_of_module(module)
     for node in [node for node in model.graph if node.op_type == "Identity"]:
         x, y = node.inputs[0], node.outputs[0]
         if x is None or x.const_value is None or y.name not in paths:
@@ -320,7 +312,7 @@ def _gather(g: Any, weight: Any, indices: Any, padding: int, scaled: bool, spars
 def _write_notes(model: ir.Model, module: nn.Module, exporter: str, example: Example) -> None:
     """Write what the module's parameters, buffers, normalizations and dropouts are."""
     groups: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for path, x in tracing.weights_of(module).items():
+    for path, x in tracing.state_of_module(module).items():
         groups.setdefault(id(x), (x, []))[1].append(path)
     persistent = module.state_dict().keys()
     noted: dict[str, ModuleWeight] = {}
@@ -335,7 +327,7 @@ def _write_notes(model: ir.Model, module: nn.Module, exporter: str, example: Exa
         noted |= {name: ModuleWeight(kind, tuple(paths), paths[0] in persistent) for name in names}
         if not names and kind is not Kind.BUFFER:
             gone += paths[:1]
-    if gone and (lost := tracing.reached(module, gone, example)):
+    if gone and (lost := tracing.trained_paths(module, gone, example)):
         raise tracing.refuse(
             f"parameters {some(lost)}, which PyTorch's exporter leaves out", "try the other exporter"
         )

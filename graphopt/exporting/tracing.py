@@ -123,7 +123,7 @@ def check_functions(module: nn.Module, example: Example) -> None:
         waiting += found
 
 
-def check(module: nn.Module) -> None:
+def check_module(module: nn.Module) -> None:
     """Raise an error about what a module does to gradients or weights without a trace in its graph."""
     for path, part in module.named_modules():
         name = path or type(part).__name__
@@ -188,7 +188,7 @@ def traced(module: nn.Module) -> Iterator[None]:
     Raises:
         GraphoptError: forward changes parameters or buffers, or does what no graph shows.
     """
-    versions = {path: x._version for path, x in weights_of(module).items()}
+    versions = {path: x._version for path, x in state_of_module(module).items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_attributes_kept(module))
         stack.enter_context(in_inference_form(module))
@@ -197,7 +197,7 @@ def traced(module: nn.Module) -> Iterator[None]:
         elif "prim::Enter" in str(module.inlined_graph):
             raise refuse("torch.no_grad() in a scripted module", "export the module before torch.jit.script")
         yield
-    if changed := [path for path, x in weights_of(module).items() if x._version != versions.get(path)]:
+    if changed := [path for path, x in state_of_module(module).items() if x._version != versions.get(path)]:
         raise changing(changed)
 
 
@@ -212,10 +212,10 @@ def _forward_replaced(module: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def marked(*args: object, **kwargs: object) -> object:
-        before = weights_of(module)
+        before = state_of_module(module)
         with _Stops():
             result = forward(*args, **kwargs)
-        after = weights_of(module)
+        after = state_of_module(module)
         if changed := [path for path in {**before, **after} if before.get(path) is not after.get(path)]:
             raise changing(changed)
         return result
@@ -230,7 +230,7 @@ def _forward_replaced(module: nn.Module) -> Iterator[None]:
             module.forward = own
 
 
-def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def state_of_module(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by all their paths."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -262,7 +262,7 @@ def predicted(module: nn.Module, example: Example) -> object:
         return module(*args, **kwargs)
 
 
-def reached(module: nn.Module, paths: Sequence[str], example: Example) -> list[str]:
+def trained_paths(module: nn.Module, paths: Sequence[str], example: Example) -> list[str]:
     """Return the paths of the parameters that a gradient reaches from the module's outputs."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     asked = [path for path in paths if parameters[path].requires_grad]

@@ -18,7 +18,7 @@ from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.original import trained_into
+from graphopt.runtime.executor_state import trained_into
 from graphopt.runtime.session import Session
 from graphopt.runtime.tensors import Tensor, to_ort
 
@@ -111,7 +111,6 @@ class _Session:
 
 
 def _with_adapter(model: ir.Model, adapter: Path) -> ir.Model:
-    """Return a model with an adapter in its weights."""
     import passes
 
     if not adapter.exists():

@@ -398,13 +398,11 @@ _HANDLERS: dict[str, Callable[[Channels, ir.Node], bool]] = {
 
 
 def _is_zero(x: ir.Value) -> bool:
-    """Return whether a constant is all 0."""
     numbers = spread(x)
     return numbers is not None and not numbers.any()
 
 
 def _has_numbers(part: Slice) -> np.ndarray:
-    """Return whether the numbers at each place are not all 0."""
     numbers = constant_of(part.weight)
     assert numbers is not None
     by = constant_of(part.by)

@@ -21,13 +21,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import metadata
+from graphopt.graph import metadata, origins
 from graphopt.graph.limits import Limits, graphs_with_depth
-from graphopt.graph.metadata import Detached, InferenceForm, TargetSpec, malformed, original_name
+from graphopt.graph.metadata import Detached, InferenceForm, malformed, original_name
 from graphopt.graph.operators import DYNAMIC_PRODUCTS, INTEGER_OPERATORS, MICROSOFT
 from graphopt.graph.opsets import Versions
 from graphopt.graph.postprocessing import Notes
-from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
+from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, TargetSpec, role_of
 from graphopt.graph.traversal import wholes_of
 from graphopt.graph.values import is_floating, name_of, node_label
 
@@ -242,14 +242,14 @@ def check_metadata(model: ir.Model) -> None:
                 raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
     _check_encoders(model)
-    for note in (metadata.Caches, metadata.Exported, Versions, metadata.LeftOut, metadata.Misdeclared):
+    for note in (metadata.Caches, origins.Exported, Versions, origins.LeftOut, metadata.Misdeclared):
         note.read(model)
     if folded := metadata.Folded.read(model):
         _checked_parts(model, folded, folded.parts.values())
     if notes := Notes.read(model):
         check_proto(onnx.ModelProto(graph=notes.graph()))
     for value in graph.initializers.values():
-        metadata.Origin.read(value)
+        origins.Origin.read(value)
 
 
 def _check_input(model: ir.Model, value: ir.Value) -> None:

@@ -10,8 +10,8 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import TargetSpec, add_note
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.metadata import add_note
+from graphopt.graph.roles import Role, TargetSpec, with_role
 from graphopt.graph.values import dims_of, rank
 
 LABEL, PROBABILITIES = "label", "probabilities"  # as skl2onnx names them

@@ -218,7 +218,6 @@ class Emitter(TapeBuilder):
             raise GraphoptError(f"cannot emit {op_type}: {cause(error)}") from error
 
     def _takes_input(self, op_type: str, name: str, domain: str, version: int | None) -> bool:
-        """Return whether an operator has an input of a name."""
         schema = schema_of(domain, op_type, version or self.versions.get(domain, 0))
         return schema is not None and any(x.name == name for x in schema.inputs)
 

@@ -25,7 +25,6 @@ _PREFIX = "graphopt/encoders/"  # of values inside, whose names the trained mode
 
 
 def string_inputs(model: ir.Model) -> list[ir.Value]:
-    """Return the inputs of a model that are strings."""
     return [x for x in model.graph.inputs if x.dtype is ir.DataType.STRING]
 
 

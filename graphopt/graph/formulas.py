@@ -67,7 +67,6 @@ class Formula:
 
     @functools.cached_property
     def number(self) -> Fraction | None:
-        """The number that a formula is, or None."""
         if not self.terms:
             return Fraction(0)
         (product, factor), *more = self.terms
@@ -86,7 +85,6 @@ class Formula:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """The names of all symbols."""
         inner = [_parts(atom) for atom in self.atoms if not isinstance(atom, Symbol)]
         own = {atom.name for atom in self.atoms if isinstance(atom, Symbol)}
         return frozenset(own.union(*(part.names for parts in inner for part in parts)))
@@ -151,7 +149,6 @@ def _of_atom(atom: _Atom, power: int = 1) -> Formula:
 
 @functools.lru_cache(2**10)
 def number(value: int | Fraction) -> Formula:
-    """Return the formula of a number."""
     return _formula(value)
 
 
@@ -241,7 +238,6 @@ def largest(*formulas: Formula) -> Formula:
 
 
 def smallest(*formulas: Formula) -> Formula:
-    """Return the minimum of formulas."""
     return _extreme(False, formulas, lambda a, b: is_nonnegative(b - a))
 
 

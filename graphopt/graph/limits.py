@@ -50,7 +50,6 @@ def set_limits(model: ir.Model, limits: Limits) -> None:
 
 
 def limits_of(model: ir.Model) -> Limits:
-    """Return the limits of a model."""
     return model.graph.meta.get(_KEY, Limits())
 
 

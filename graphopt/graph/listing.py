@@ -98,10 +98,10 @@ def _attribute(attribute: ir.Attr) -> str:
 
 
 def _typed(value: ir.Value, names: _Names) -> str:
-    return f"{names[value]}: {type_of(value)}"
+    return f"{names[value]}: {type_text(value)}"
 
 
-def type_of(value: ir.Value) -> str:
+def type_text(value: ir.Value) -> str:
     """Return a value's element type and shape."""
     dtype = "?" if value.dtype is None else value.dtype.name.lower()
     dims = [str(dim) if isinstance(dim, int) else dim.value or "?" for dim in value.shape or ()]

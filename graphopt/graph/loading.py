@@ -19,8 +19,8 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
-from graphopt.graph.metadata import ADDS_ONE, Architecture
-from graphopt.graph.model_folders import described, model_in, place_of
+from graphopt.graph.metadata import ADDS_ONE
+from graphopt.graph.model_folders import Architecture, configs_in_words, model_in, place_of
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
@@ -112,7 +112,7 @@ def _note_architecture(model: ir.Model, place: Path) -> None:
     if Architecture.is_on(model):
         return
     has_names_of_builder = any(".MatMul." in name for name in model.graph.initializers)
-    note = Architecture(**described(place, by_config=has_names_of_builder))
+    note = Architecture(**configs_in_words(place, by_config=has_names_of_builder))
     if note != Architecture():
         note.write(model)
     for name, x in model.graph.initializers.items():
@@ -254,7 +254,6 @@ def _sort(whole: onnx.GraphProto | onnx.FunctionProto) -> None:
 
 
 def _names_read(node: onnx.NodeProto) -> set[str]:
-    """Return the names that a node and its bodies read."""
     if not any(attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute):
         return set(node.input)
     inner = checking.messages_of(onnx.NodeProto, node)

@@ -153,6 +153,5 @@ class RoomyTensor(ir.PackedTensor[np.ndarray]):
 
 
 def files_of(model: ir.Model) -> list[MappedFile]:
-    """Return the files into which weights of a model are mapped."""
     tensors = (x.const_value for x in model.graph.initializers.values())
     return list({id(x.file): x.file for x in tensors if isinstance(x, MappedTensor)}.values())

@@ -20,7 +20,7 @@ Sizes = int | Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Hold the memory of a training graph in bytes.
 
     Args:
@@ -41,7 +41,7 @@ class Memory:
         return self.state + self.step
 
 
-def estimate(model: ir.Model, sizes: Sizes) -> Memory:
+def estimate(model: ir.Model, sizes: Sizes) -> MemoryEstimate:
     """Estimate the memory of a training step from the lifetimes of its values.
 
     A value lives from the node that computes it to its last reader, in ONNX Runtime's execution order. Outputs live
@@ -57,7 +57,7 @@ def estimate(model: ir.Model, sizes: Sizes) -> Memory:
     parameters = with_role(sized, Role.PARAMETER)
     updated = {state_of(y) for y in with_role(sized, Role.NEXT)}
     states = [x for x in sized.graph.inputs if role_of(x) in STATE]
-    return Memory(
+    return MemoryEstimate(
         parameters=sum(map(bytes_of, parameters)),
         state=sum(bytes_of(x) * (1 + (x.name in updated)) for x in states),
         saved=sum(map(bytes_of, saved(sized))),

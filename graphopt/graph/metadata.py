@@ -20,17 +20,15 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.fields import hints, read
+from graphopt.fields import hints, read_value
 
 Holder = ir.Model | ir.Graph | ir.Node | ir.Value
 H = TypeVar("H", bound=Holder)
 N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
-DECODER = "CAUSAL_LM"  # the task of language models in peft
-MOST_LETTERS = 512  # of a text that a config says about a model
+ARCHITECTURE, EXPORTED = f"{PREFIX}architecture", f"{PREFIX}exported"  # keys of notes that others write
 MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
-EXPORT_ANEW = "graphopt.export(module, example) or torch.onnx.export(..., optimize=False) keeps them"
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def all_of(holder: Holder) -> dict[str, str]:
 
 def remove_own(holder: Holder) -> None:
     """Remove graphopt's notes except that an initializer is frozen, and what a module's export recorded."""
-    kept = (FROZEN.key, Exported.KEY)
+    kept = (FROZEN.key, EXPORTED)
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
 
@@ -242,7 +240,7 @@ _SHORT = 1024  # characters of a note that is decoded once
 @functools.lru_cache(maxsize=2**12)
 def _noted(kind: type[N], text: str) -> N:
     """Return the note that a text contains. Nobody changes a note."""
-    note: N = read(json.loads(text), kind, _built)
+    note: N = read_value(json.loads(text), kind, _built)
     note.check()
     return note
 
@@ -258,51 +256,13 @@ def _built(x: Any, kind: Any) -> Any:
         return base64.b64decode(x, validate=True)
     if isinstance(kind, enum.EnumMeta):
         return kind(x)
-    return kind(**{name: read(value, _fields_of(kind)[name], _built) for name, value in x.items()})
+    return kind(**{name: read_value(value, _fields_of(kind)[name], _built) for name, value in x.items()})
 
 
 def expect(*right: bool) -> None:
     """Raise the ValueError of an invalid note unless all conditions hold."""
     if not all(right):
         raise ValueError
-
-
-@dataclass(frozen=True)
-class TargetSpec(
-    Note,
-    key="graphopt.metric",
-    expected=(
-        "the name of an output and the task: regression, classification with an axis and whole numbers, or binary "
-        "with a threshold and two labels"
-    ),
-):
-    """Describe how a loss compares a prediction with its target, to compute metrics and check labels.
-
-    Args:
-        output: the name of the prediction.
-        task: `regression`, `binary` or `classification`.
-        axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
-        from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
-        shift: by how many places the target is ahead of the prediction along axis 1, as in a causal language model.
-        label_smoothing: the share of such a target that the loss spreads over all classes.
-        threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
-    """
-
-    output: str
-    task: str
-    axis: int | None = None
-    classes: int | None = None
-    ignore_index: int | None = None
-    target_probabilities: bool = False
-    from_logits: bool = True
-    shift: int = 0
-    label_smoothing: float = 0.0
-    threshold: float | None = None
-    labels: tuple[float, float] | None = None
-
-    def check(self) -> None:
-        needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
-        expect(None not in needed[self.task], self.shift in (0, 1))
 
 
 @dataclass(frozen=True)
@@ -393,136 +353,6 @@ class Caches(Note, key="graphopt.caches", expected="names of inputs and outputs"
     outputs: tuple[str, ...] = ()
 
 
-class Kind(enum.Enum):
-    """Classify an initializer by its role in the exported program."""
-
-    PARAMETER = "parameter"  # trained in that program
-    FROZEN = "frozen"  # a parameter with requires_grad=False
-    COMPUTED = "computed"  # computed by the exporter from parameters that the file no longer contains
-    BUFFER = "buffer"  # state that is not trained: running statistics, tables, masks
-    CONSTANT = "constant"  # a constant of the program
-
-
-class Evidence(enum.Enum):
-    """Say what tells the kind of an initializer. The first that exists decides."""
-
-    USER = "the user"
-    EXPORT = "graphopt.export"  # which knew the module
-    RECORD = "a record of the exporter"
-    NAME = "its name"  # and that nothing speaks against it
-    USE = "its use and its numbers"
-
-
-class Layout(enum.Enum):
-    """Say how a file stores the numbers of the parameter that an initializer was made from."""
-
-    SAME = "as in the framework"
-    TRANSPOSED = "transposed"
-    ANEW = "laid out anew"  # reshaped, reordered, or joined with others
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Record how to compute an initializer from the weight that the exporter derived it from."""
-
-    name: str
-    shape: tuple[int, ...]
-    how: str
-
-
-@dataclass(frozen=True)
-class Origin(Note, key="graphopt.origin", expected="what an initializer is, as graphopt writes it"):
-    """Record what a floating-point initializer is: its path in the framework, its layout, its kind and the evidence.
-
-    `passes.weights` derives the records, for each exporter in its own way. Patterns, groups, adapters, warnings and
-    reports read them.
-
-    Args:
-        why: the reason, as a phrase that a report shows.
-        evidence: what tells the kind.
-        certain: whether the user or the exporter declared the kind; otherwise, a rule decided, and it is unsure.
-        named: whether its name is its path: that of a parameter or buffer of the exported program.
-        by_exporter: whether the exporter that wrote it merges equal weights.
-        sources: the paths of the parameters and buffers that the exporter derived it from.
-        module: the path of the module that reads it, if the file does not tell its own.
-        layout: how the numbers of its source are stored.
-        copies: the initializers that were tied to it.
-    """
-
-    kind: Kind
-    why: str
-    evidence: Evidence = Evidence.USE
-    certain: bool = True
-    named: bool = False
-    by_exporter: bool = False
-    sources: tuple[str, ...] = ()
-    module: str = ""
-    layout: Layout = Layout.SAME
-    copies: tuple[Copy, ...] = ()
-
-    @property
-    def trains(self) -> bool:
-        """Return whether the initializer trains by default."""
-        return self.kind in (Kind.PARAMETER, Kind.COMPUTED)
-
-    @property
-    def reason(self) -> str:
-        """Return the evidence and the names of tied initializers."""
-        return "; ".join([self.why, *(f"{copy.name!r} is {copy.how}" for copy in self.copies)])
-
-
-@dataclass(frozen=True)
-class ModuleWeight:
-    """Record what an initializer is in the module from which it was exported.
-
-    Args:
-        kind: `parameter`, `frozen` or `buffer`.
-        paths: its paths in the module, more than one if several modules share it.
-        persistent: whether the module's state_dict contains it.
-    """
-
-    kind: Kind
-    paths: tuple[str, ...]
-    persistent: bool = True
-
-
-@dataclass(frozen=True)
-class Exported(
-    Note,
-    key="graphopt.exported",
-    expected="an exporter and a module's parameters and buffers, as graphopt.export writes them",
-):
-    """Record what no ONNX file says about a PyTorch module: which of its initializers train in the module.
-
-    Nodes carry the rest: `STOP_GRADIENT`, `IN_TRAINING`, `CumulativeAverage` and `PaddingIndex`.
-
-    Args:
-        exporter: `dynamo` or `torchscript`.
-        weights: parameters and buffers by the names of their initializers. Other initializers are constants.
-    """
-
-    exporter: str
-    weights: Mapping[str, ModuleWeight]
-
-    def check(self) -> None:
-        kinds = (Kind.PARAMETER, Kind.FROZEN, Kind.BUFFER)
-        expect(all(weight.kind in kinds and weight.paths for weight in self.weights.values()))
-
-
-@dataclass(frozen=True)
-class CumulativeAverage(Note, key="graphopt.cumulative_average", expected="a number of batches"):
-    """Mark a BatchNormalization whose running statistics are the means of all batches (`momentum=None`).
-
-    Args:
-        batches: how many batches they are means of.
-    """
-
-    batches: int
-
-    def check(self) -> None:
-        expect(0 <= self.batches < 2**53)
-
-
 @dataclass(frozen=True)
 class Pruning(Note, key="graphopt.pruning", expected="a number of updates and a share"):
     """Note until when a training graph prunes.
@@ -557,54 +387,8 @@ class Observer(Note, key="graphopt.observer", expected="how the range of an acti
         expect(self.kind in ("ema", "lsq"), 0 <= self.momentum < 1, (self.freeze_after or 0) >= 0)
 
 
-@dataclass(frozen=True)
-class PaddingIndex(Note, key="graphopt.padding_index", expected="a row of a table"):
-    """Mark a Gather through which one row of its table gets no gradient.
-
-    Args:
-        index: the row.
-    """
-
-    index: int
-
-    def check(self) -> None:
-        expect(0 <= self.index < 2**31)
-
-
-@dataclass(frozen=True)
-class Architecture(
-    Note, key="graphopt.architecture", expected="a type of model, its number of heads, and texts"
-):
-    """Record what the configs beside a file, or in a folder of peft that was loaded, say about the model.
-
-    Args:
-        type: the type in genai_config.json, such as `phi3`, or in config.json beside a file of the same builder.
-        heads: the number of heads of keys.
-        base: the name of the model in config.json or in the folder, such as `Qwen/Qwen3-0.6B`.
-        task: the task of such models in peft, such as `CAUSAL_LM`.
-        added: the prefix that names of modules have in the file, and not in the folder.
-        removed: the prefix that they have in the folder, and not in the file.
-    """
-
-    type: str = ""
-    heads: int = 0
-    base: str = ""
-    task: str = ""
-    added: str = ""
-    removed: str = ""
-
-    def check(self) -> None:
-        texts = (self.type, self.base, self.task, self.added, self.removed)
-        expect(max(map(len, texts)) <= MOST_LETTERS, 0 <= self.heads < 2**31)
-
-    @property
-    def adds_one(self) -> bool:
-        """Return whether norms multiply by 1 + w, and the file has 1 + w; Gemma 4's multiply by w."""
-        return self.type.startswith(("gemma", "nemotron", "qwen3_5")) and not self.type.startswith("gemma4")
-
-
 # Notes of a model from which nothing is computed: what a folder or a page says about it
-_DESCRIBING = (Architecture.KEY, LABELS.key, PIXEL_RANGE.key)
+_DESCRIBING = (ARCHITECTURE, LABELS.key, PIXEL_RANGE.key)
 
 
 def forget_description(model: ir.Model) -> None:
@@ -623,13 +407,6 @@ def undescribed(model: ir.Model) -> Iterator[None]:
     finally:
         model.metadata_props.clear()
         model.metadata_props.update(notes)
-
-
-@dataclass(frozen=True)
-class LeftOut(Note, key="graphopt.left_out", expected="names of parameters"):
-    """Record the exported program's parameters that are missing in the file."""
-
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

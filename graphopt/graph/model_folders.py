@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.files import json_of, read_file
-from graphopt.graph.metadata import DECODER, MOST_LETTERS
+from graphopt.graph.metadata import ARCHITECTURE, Note, expect
 
+DECODER = "CAUSAL_LM"  # the task of language models in peft
+MOST_LETTERS = 512  # of a text that a config says about a model
 CONFIG, GENAI_CONFIG = "config.json", "genai_config.json"
 INNER = "onnx"  # the folder in which transformers.js has models; configs and the tokenizer lie above
 _MODEL = "model.onnx"
@@ -39,7 +42,6 @@ def config_in(path: Path, most: int = _MOST_BYTES) -> dict[str, object]:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether a path is the folder of a model with its config."""
     return (path / GENAI_CONFIG).is_file() or (path / CONFIG).is_file()
 
 
@@ -69,7 +71,7 @@ def model_in(folder: Path) -> Path:
     )
 
 
-def described(place: Path, *, by_config: bool) -> dict[str, Any]:
+def configs_in_words(place: Path, *, by_config: bool) -> dict[str, Any]:
     """Return what the configs in a folder say about its model, as arguments of `Architecture`.
 
     A config.json of another program says nothing.
@@ -106,3 +108,33 @@ def place_of(model: Path) -> Path:
     """Return the folder where the configs and the tokenizer of a model's file lie."""
     above = model.parent.parent
     return above if model.parent.name == INNER and (above / CONFIG).is_file() else model.parent
+
+
+@dataclass(frozen=True)
+class Architecture(Note, key=ARCHITECTURE, expected="a type of model, its number of heads, and texts"):
+    """Record what the configs beside a file, or in a folder of peft that was loaded, say about the model.
+
+    Args:
+        type: the type in genai_config.json, such as `phi3`, or in config.json beside a file of the same builder.
+        heads: the number of heads of keys.
+        base: the name of the model in config.json or in the folder, such as `Qwen/Qwen3-0.6B`.
+        task: the task of such models in peft, such as `CAUSAL_LM`.
+        added: the prefix that names of modules have in the file, and not in the folder.
+        removed: the prefix that they have in the folder, and not in the file.
+    """
+
+    type: str = ""
+    heads: int = 0
+    base: str = ""
+    task: str = ""
+    added: str = ""
+    removed: str = ""
+
+    def check(self) -> None:
+        texts = (self.type, self.base, self.task, self.added, self.removed)
+        expect(max(map(len, texts)) <= MOST_LETTERS, 0 <= self.heads < 2**31)
+
+    @property
+    def adds_one(self) -> bool:
+        """Return whether norms multiply by 1 + w, and the file has 1 + w; Gemma 4's multiply by w."""
+        return self.type.startswith(("gemma", "nemotron", "qwen3_5")) and not self.type.startswith("gemma4")

@@ -31,7 +31,6 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: ir.Model) -> ModelParts:
-        """Return the parts of a model."""
         with external(model, lambda x: not isinstance(x, ir.serde.TensorProtoTensor)) as weights:
             for name, weight in weights.items():
                 if (reference := model.graph.initializers[name].const_value) is not None:

@@ -56,7 +56,6 @@ class Notes(Note, key="graphopt.file", expected="a compressed graph"):
 
     @classmethod
     def pack(cls, graph: onnx.GraphProto) -> Notes:
-        """Return the note of a graph."""
         return cls(zlib.compress(graph.SerializeToString()))
 
     def graph(self) -> onnx.GraphProto:

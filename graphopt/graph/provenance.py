@@ -134,8 +134,7 @@ def carry(source: ir.Model, copy: ir.Model) -> None:
         copy.meta[META] = source.meta[META]
 
 
-def note(model: ir.Model, source: object, passes: Mapping[str, tuple[Any, ...]]) -> None:
-    """Note that passes have made a model of a source."""
+def note_source(model: ir.Model, source: object, passes: Mapping[str, tuple[Any, ...]]) -> None:
     before = of(source) if isinstance(source, ir.Model) else None
     if before is None:
         before = Provenance(SourceFile.of(source), {}, {})
@@ -145,6 +144,6 @@ def note(model: ir.Model, source: object, passes: Mapping[str, tuple[Any, ...]])
     model.meta[META] = replace(before, passes={**before.passes, **passes}, initial=tensors)
 
 
-def forget(model: ir.Model) -> None:
+def forget_source(model: ir.Model) -> None:
     """Remove the provenance of a model."""
     model.meta.pop(META, None)

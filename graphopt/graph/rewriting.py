@@ -20,7 +20,7 @@ from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, cause, kind_of
 from graphopt.fields import check_options
-from graphopt.graph import metadata
+from graphopt.graph import metadata, origins
 from graphopt.graph.authored import ask
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
@@ -356,7 +356,7 @@ def names_of(value: ir.Value) -> list[str]:
 
     An initializer whose path the file does not tell belongs to the module that reads it: `encoder.onnx::Add_7`.
     """
-    name, origin = str(value.name), metadata.Origin.read(value)
+    name, origin = str(value.name), origins.Origin.read(value)
     if origin is None:
         return [name]
     module = [f"{origin.module}.{name}"] if origin.module else []

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
+from graphopt.graph.metadata import Note, expect
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import next_of
 
@@ -170,7 +171,7 @@ class Labels:
 
 def labels_of(target: ir.Value) -> Labels | None:
     """Return the labels that a target accepts, or None if it does not contain labels."""
-    spec = metadata.TargetSpec.read(target)
+    spec = TargetSpec.read(target)
     if spec is None:
         return None
     if spec.task == "classification" and not spec.target_probabilities:
@@ -180,3 +181,41 @@ def labels_of(target: ir.Value) -> Labels | None:
         # Numbers between 0 and 1 are probabilities. Between -1 and 1, they are invalid.
         return Labels(low, high, between=low >= 0, several=False)
     return None
+
+
+@dataclass(frozen=True)
+class TargetSpec(
+    Note,
+    key="graphopt.metric",
+    expected=(
+        "the name of an output and the task: regression, classification with an axis and whole numbers, or binary "
+        "with a threshold and two labels"
+    ),
+):
+    """Describe how a loss compares a prediction with its target, to compute metrics and check labels.
+
+    Args:
+        output: the name of the prediction.
+        task: `regression`, `binary` or `classification`.
+        axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
+        from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
+        shift: by how many places the target is ahead of the prediction along axis 1, as in a causal language model.
+        label_smoothing: the share of such a target that the loss spreads over all classes.
+        threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
+    """
+
+    output: str
+    task: str
+    axis: int | None = None
+    classes: int | None = None
+    ignore_index: int | None = None
+    target_probabilities: bool = False
+    from_logits: bool = True
+    shift: int = 0
+    label_smoothing: float = 0.0
+    threshold: float | None = None
+    labels: tuple[float, float] | None = None
+
+    def check(self) -> None:
+        needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
+        expect(None not in needed[self.task], self.shift in (0, 1))

@@ -71,7 +71,6 @@ def is_large(model: ir.Model | onnx.ModelProto) -> bool:
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Return the bytes of a model's weights."""
     return sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values())
 
 
@@ -86,7 +85,7 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
         return whole(model), weights
 
 
-def identity(model: ir.Model) -> tuple[bytes, Weights]:
+def identity_of(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model's skeleton without the notes that only describe it, by which caches know what it computes."""
     with undescribed(model):
         return skeleton(model)
@@ -106,7 +105,6 @@ class Content:
 
     @classmethod
     def of(cls, model: ir.Model) -> Content:
-        """Return the content of a model as it is now."""
         return cls(*skeleton(model))
 
     def __eq__(self, other: object) -> bool:
@@ -215,7 +213,6 @@ def _is_raw_and_large(tensor: onnx.TensorProto) -> bool:
 
 
 def _copy_fields(proto: Message, copy: Any, left_out: str) -> None:
-    """Copy all fields of a message but one."""
     for field, value in proto.ListFields():
         if field.name == left_out:
             continue
@@ -228,7 +225,6 @@ def _copy_fields(proto: Message, copy: Any, left_out: str) -> None:
 
 
 def declare_inputs(graph: onnx.GraphProto, weights: Iterable[onnx.TensorProto]) -> None:
-    """Make inputs of weights."""
     inputs = {x.name for x in graph.input}
     infos = (onnx.helper.make_tensor_value_info(x.name, x.data_type, x.dims) for x in weights)
     graph.input.extend(info for info in infos if info.name not in inputs)

@@ -151,14 +151,12 @@ def take_types(graph: ir.Graph, typed: onnx.GraphProto) -> None:
 
 
 def type_of(found: onnx.TypeProto) -> ir.TypeProtocol | None:
-    """Return a type from its message."""
     if found.HasField("tensor_type") and found.tensor_type.elem_type and not found.denotation:
         return ir.TensorType(ir.DataType(found.tensor_type.elem_type))
     return ir.serde.deserialize_type_proto_for_type(found)
 
 
 def shape_of(found: onnx.TypeProto) -> ir.Shape | None:
-    """Return a shape from the message of a type."""
     if not found.HasField("tensor_type"):
         return ir.serde.deserialize_type_proto_for_shape(found)
     if not found.tensor_type.HasField("shape"):

@@ -17,7 +17,7 @@ from graphopt.inspection.random_inputs import SIZES, random_inputs
 from graphopt.runtime.checks.findings import CheckTable, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
-from graphopt.runtime.encoding import encoding_of
+from graphopt.runtime.inputs import encoding_of
 from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
 

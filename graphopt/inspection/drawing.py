@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.listing import inline, number_text, operator_of, shown_attributes, type_of
+from graphopt.graph.listing import inline, number_text, operator_of, shown_attributes, type_text
 from graphopt.graph.operators import input_name
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.state import owners
@@ -52,7 +52,6 @@ _UPDATING = (Role.SLOT, Role.STATISTIC, Role.COUNTER, Role.HYPERPARAMETER)
 
 
 def _kind_of_input(value: ir.Value) -> BoxKind:
-    """Return the kind of a graph input."""
     return _KIND_OF_ROLE.get(role_of(value), BoxKind.INITIALIZER if value.is_initializer() else BoxKind.DATA)
 
 
@@ -182,7 +181,7 @@ class Drawing:
         inputs = {name_of(value): value for value in graph.inputs}
         for value in graph.outputs:
             kind = BoxKind.BODY if owner else _kind_of_output(value, inputs)
-            box = self._box(frame, kind, name_of(value), [type_of(value)])
+            box = self._box(frame, kind, name_of(value), [type_text(value)])
             self._edge(value, box)
             if owner is not None:
                 self.edges.append(_Edge(box.id, owner.id, returned=True))
@@ -221,7 +220,7 @@ class Drawing:
         start, label = self._starts[value], ""
         if start.kind.is_node and end.kind.is_node:  # the value's own box would show the same
             types = self._types and value.type is not None
-            label = " ".join([name_of(value)] * self._names + [type_of(value)] * types)
+            label = " ".join([name_of(value)] * self._names + [type_text(value)] * types)
         self.edges.append(_Edge(start.id, end.id, _clipped(label)))
 
     def _box(self, frame: Frame, kind: BoxKind, title: str, lines: Iterable[str]) -> Box:
@@ -233,7 +232,7 @@ class Drawing:
     def _value(self, frame: Frame, kind: BoxKind, value: ir.Value) -> None:
         tensor = ir.convenience.get_const_tensor(value)
         numbers = [] if tensor is None else [_numbers(tensor.numpy())]
-        self._starts[value] = self._box(frame, kind, name_of(value), [type_of(value), *numbers])
+        self._starts[value] = self._box(frame, kind, name_of(value), [type_text(value), *numbers])
 
 
 def _numbers(array: np.ndarray) -> str:

@@ -15,22 +15,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient, some
-from graphopt.graph.listing import listing, operator_of, size, type_of
+from graphopt.graph.listing import listing, operator_of, size, type_text
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import estimate
 from graphopt.graph.merging import Adapted, adapted
-from graphopt.graph.metadata import (
-    EXPORT_ANEW,
-    EXPORTED_GRAPH,
-    FAKE,
-    RUNTIME,
-    Exported,
-    Kind,
-    LeftOut,
-    Misdeclared,
-    Origin,
-)
+from graphopt.graph.metadata import EXPORTED_GRAPH, FAKE, RUNTIME, Misdeclared
 from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.origins import EXPORT_ANEW, Exported, Kind, LeftOut, Origin
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.traversal import nodes_of
@@ -207,7 +198,7 @@ def _summary(result: Report) -> Iterator[str]:
 
 
 def _described(values: Iterable[ir.Value]) -> str:
-    return ", ".join(f"{name_of(x)} {type_of(x)}" for x in values) or "nothing"
+    return ", ".join(f"{name_of(x)} {type_text(x)}" for x in values) or "nothing"
 
 
 def _step(result: Report) -> Iterator[str]:
@@ -296,7 +287,7 @@ def _weights_by_kind(model: ir.Model) -> dict[str, list[_Row]]:
     names = ("trains", "frozen", "tied", "buffer", "constant", "unsure")
     rows: dict[str, list[_Row]] = {name: [] for name in names}
     for value, origin in Origin.of_values(model):
-        row = (name_of(value), type_of(value), elements([value]), origin.reason)
+        row = (name_of(value), type_text(value), elements([value]), origin.reason)
         if role_of(value) is Role.PARAMETER:
             rows["trains"].append(row)
             rows["tied"] += [

@@ -57,7 +57,7 @@ class Agent:
             raise GraphoptError(
                 f"engine 'agent': expected a TrainingAgent, {refused}; or take engine='graphs'"
             )
-        self._inputs, self._gradients = names_of(model.graph.inputs), names_of(model.graph.outputs)
+        self._inputs, self._gradients = value_names(model.graph.inputs), value_names(model.graph.outputs)
         self._results, self._seeds = results, seeds
         self._ort, self._c = device.ort, (c := device.ort.capi._pybind_state)
         options = device.new_session_options()
@@ -118,6 +118,5 @@ def refuses_agent(device: Device, model: ir.Model) -> str | None:
     return None
 
 
-def names_of(values: Iterable[ir.Value]) -> list[str]:
-    """Return the names of values, in order."""
+def value_names(values: Iterable[ir.Value]) -> list[str]:
     return [name_of(value) for value in values]

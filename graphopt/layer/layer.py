@@ -19,7 +19,7 @@ from graphopt.graph.loading import Source
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import take_initial
 from graphopt.graph.values import name_of, next_of, seed_of, value_of
-from graphopt.layer.engines import Agent, Backward, Graphs, names_of, refuses_agent
+from graphopt.layer.engines import Agent, Backward, Graphs, refuses_agent, value_names
 from graphopt.runtime.device import Device
 from graphopt.runtime.device_options import DeviceOptions
 from graphopt.runtime.session import Session
@@ -151,12 +151,12 @@ class ForwardBackward(Checked):
             steps["gradient"] = passes.VectorJacobianProduct()
         self._model = standard(**steps)(model)
         self.forward_model, self.backward_model = forward_and_backward(self._model)
-        self._parameters = sorted(names_of(with_role(self._model, Role.PARAMETER)))
+        self._parameters = sorted(value_names(with_role(self._model, Role.PARAMETER)))
         self._inputs = {name_of(v): InputSpec(v) for v in with_role(self._model, Role.DATA)}
         self._outputs = {name_of(v): v for v in with_role(self._model, Role.PREDICTION)}
-        self._seeds = names_of(with_role(self._model, Role.SEED))
+        self._seeds = value_names(with_role(self._model, Role.SEED))
         self._shared = shared_dimensions(with_role(self._model, Role.DATA))
-        self._read = set(names_of(self.backward_model.graph.inputs))
+        self._read = set(value_names(self.backward_model.graph.inputs))
         self._accepted = {name_of(x): InputSpec(x, "state") for x in with_role(self._model, *STATE)}
         # Values are replaced, never overwritten, so that open forward passes keep theirs.
         self._state = {name: buffer(self._device, array) for name, array in take_initial(self._model).items()}
@@ -164,7 +164,7 @@ class ForwardBackward(Checked):
         if engine == "auto":
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
         if self.engine == "agent":
-            results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
+            results = value_names(with_role(self._model, Role.PREDICTION, Role.NEXT))
             self._engine: Agent | Graphs = Agent(self._device, yielding(self._model), results, self._seeds)
         else:
             forward = self.forward_model.clone()

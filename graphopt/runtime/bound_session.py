@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from graphopt.runtime.tensors import (
     to_ort,
     zeros_of,
 )
+from graphopt.targets.native.lowering import Lowered
 from graphopt.targets.packing import PACKED
 
 if TYPE_CHECKING:
@@ -95,9 +95,7 @@ class BoundSession:
 
     Args:
         name: what messages call this form of a step.
-        library: a library of the kernels that the graph calls.
-        check: the name of an output that is finite if the new state is.
-        shared: the names of the state that the graph writes in place.
+        lowered: the library of the kernels that the graph calls, and what they write.
         packed: the names of the numbers that the graph returns in one vector, `PACKED`.
 
     Attributes:
@@ -111,11 +109,12 @@ class BoundSession:
         buffers: StateBuffers,
         options: RunnerOptions,
         name: str,
-        library: Path | None = None,
-        check: str | None = None,
-        shared: Sequence[str] = (),
+        lowered: Lowered | None = None,
         packed: Sequence[str] = (),
     ) -> None:
+        library, check, shared = (
+            (lowered.library, lowered.check, lowered.shared) if lowered else (None, None, [])
+        )
         self.model, self.name, self.library, self.shared, self._packed = model, name, library, shared, packed
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self._fetched = [x for x in self._report if x not in packed] + [PACKED] * bool(packed)

@@ -105,6 +105,11 @@ class Device(DeviceOptions):
         return self.machine.on_cpu
 
     @property
+    def compiles(self) -> bool:
+        """Return whether graphs may be lowered to compiled kernels."""
+        return self.on_cpu and bool(self.native)
+
+    @property
     def product_unit(self) -> float | None:
         """Return the rounding of operands in products of float32 numbers, on CPUs of kernels; None without rounding."""
         return self.machine.product_unit

@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
-from graphopt.arguments import checked, keywords_of
-from graphopt.communicator import SINGLE, Communicator
-from graphopt.errors import GraphoptError, kind_of
+from graphopt.arguments import Checked, checked, keywords_of
+from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 from graphopt.graph.loading import Source, load
-from graphopt.graph.roles import FED, STATE, Role, with_role
+from graphopt.graph.not_a_model import check_path
+from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.storage import path_of_file
 from graphopt.graph.values import name_of
 from graphopt.pipeline import garbage_waits
 from graphopt.runtime import placement
-from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
-from graphopt.runtime.checks.findings import Disagreement
-from graphopt.runtime.checks.first_check import FirstCheck
+from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.checkpoint import Property
 from graphopt.runtime.device import Device
-from graphopt.runtime.encoding import encoding_of
-from graphopt.runtime.evaluation import Evaluation, evaluation_of, weights_of_means
+from graphopt.runtime.evaluation import WEIGHTS, Evaluations, weights_of_means
 from graphopt.runtime.executor_options import ExecutorOptions
-from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
+from graphopt.runtime.executor_state import ExecutorState, joined
+from graphopt.runtime.frozen import FrozenPlacement, placement_of
+from graphopt.runtime.runners import Batch
 from graphopt.runtime.session import Session
-from graphopt.runtime.signature import InputSpec, Seen, Signature, chosen_outputs, numbers, reporting
+from graphopt.runtime.signature import InputSpec, reportable
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, check_rows, rows_of
+from graphopt.runtime.steps import Parts, Steps
+from graphopt.runtime.tensors import Tensor, to_ort
 
-# The outputs that methods compute.
-_WEIGHTS = "weights"
-_COMPUTED = {
-    "evaluate": (Role.LOSS, Role.METRIC, Role.PREDICTION),
-    "losses": (Role.LOSS, Role.METRIC),
-    "predict": (Role.PREDICTION,),
-}
+_SETTABLE = ("learning_rate", "properties", "state")
+# Of an executor and data
+_FUNCTIONS = {name: name for name in ("evaluate", "fit", "predict")} | {"train": "fit"}
 
 
 @checked()
@@ -74,47 +68,6 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
     return Session(device, loaded).compute_arrays(inputs)
 
 
-class NonFiniteLoss(GraphoptError):
-    """Report a loss, or a new state, that is infinite or NaN. The state remains as it was before the step.
-
-    Attributes:
-        reported: what the step reported.
-
-    >>> import numpy
-    >>> from graphopt import models
-    >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    >>> huge = numpy.full((4, 1), 1e30, numpy.float32)
-    >>> try:
-    ...     graphopt.Executor(step).step(x=huge, target=huge)
-    ... except graphopt.NonFiniteLoss:
-    ...     print("refused")
-    refused
-    """
-
-    def __init__(self, message: str, reported: Reported | None = None) -> None:
-        super().__init__(message)
-        self.reported = reported or {}
-
-
-def fed_by(
-    executor: Executor, data: Mapping[str, Tensor] | None, more: Sequence[object], named: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Return the tensors of a call by name.
-
-    Raises:
-        GraphoptError: they have no names.
-    """
-    if data is None and not more:
-        return named
-    if data is not None and (more or not isinstance(data, Mapping)):
-        names = ", ".join(f"{name!r}: ..." for name in executor.inputs)
-        raise GraphoptError(
-            f"data: expected arrays by the names of the graph's inputs, {{{names}}}, found "
-            f"{' and '.join(map(kind_of, (data, *more)))}"
-        )
-    return {**(data or {}), **named} if named else data or {}
-
-
 def _check_initial(model: ir.Model) -> None:
     """Raise an error if state has no initial value, as in the graph that an executor holds."""
     for x in with_role(model, *STATE):
@@ -125,27 +78,7 @@ def _check_initial(model: ir.Model) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """Hold the parts of an executor.
-
-    Args:
-        model: the training graph without its initial state.
-        buffers: its state.
-        runner_of: returns the runner of single steps; by default, they run whole.
-        rounds: when workers that train separately synchronize.
-    """
-
-    options: ExecutorOptions
-    device: Device
-    model: ir.Model
-    buffers: StateBuffers
-    workers: Communicator = SINGLE
-    runner_of: Callable[[RunnerOptions], Runner] | None = None
-    rounds: Rounds | None = None
-
-
-class Executor(ExecutorState):
+class Executor(Checked):
     """Run a training graph step by step. The state stays on the device.
 
     Threads may share an executor. Its calls do not overlap: other threads wait until a call ends. `run` and `iterate`
@@ -174,9 +107,8 @@ class Executor(ExecutorState):
     [1.0, 0.64, 0.4096]
     """
 
-    workers: Communicator
-    _first: FirstCheck | None  # until the first step
-    _settled: BoundSession | None  # what runs steps on tensors like the last ones
+    Options: ClassVar[type[ExecutorOptions]] = ExecutorOptions  # explains the options to the command
+    options: ExecutorOptions
 
     @keywords_of(ExecutorOptions)
     def __init__(self, step: Source, **options: Any) -> None:
@@ -188,17 +120,43 @@ class Executor(ExecutorState):
 
     def _assemble(self, parts: Parts) -> None:
         """Put the parts of an executor together."""
-        device, model = parts.device, parts.model
-        self.options, self._device, self._model, self.workers = parts.options, device, model, parts.workers
-        self._buffers, self._runner_of, self._rounds = parts.buffers, parts.runner_of, parts.rounds
-        self._lock = device.machine.lock or threading.RLock()
-        self.properties, self._labels = {}, None
-        self._signature = Signature(device, with_role(model, *FED))
-        self._encoding = encoding_of(device, model)
-        self._report = chosen_outputs(model, parts.options.report)
-        (is_checked,) = parts.workers.any(bool(device.verify))
-        self._first = FirstCheck(device, model, parts.buffers) if is_checked else None
-        self._open()
+        self._parts, self._inputs, self._device, self._model = parts, parts.inputs, parts.device, parts.model
+        self.options, self.workers = parts.options, parts.workers
+        self._state, self._steps, self._evaluations = ExecutorState(parts), Steps(parts), Evaluations(parts)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.Options.__dataclass_fields__:
+            raise GraphoptError(
+                f"{name}: expected no new value, as the options of an executor do not change, found {value!r}: create "
+                f"another executor"
+            )
+        is_own = name[:1] == "_" or name in _SETTABLE or hasattr(type(self), name)
+        if not is_own and nearest(name, _SETTABLE):
+            raise GraphoptError(f"executor: {unknown('attribute', name, _SETTABLE)}")
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # for type checkers, an unknown attribute stays one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            meant = _FUNCTIONS.get(name)
+            called = f": call graphopt.{meant}(executor, data)" if meant else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{called}")
+
+    def __repr__(self) -> str:
+        weights = [x for x in with_role(self._model, Role.PARAMETER) if x.shape is not None]
+        sizes = sum(int(np.prod(x.shape.numpy())) for x in weights if x.shape is not None)
+        shared = "" if self.frozen == "packed" else f", frozen weights {self.frozen}"
+        return (
+            f"{type(self).__name__}({self._model.graph.name!r}, device={self.device!r}, "
+            f"provider={self._device.execution_provider!r}, target={str(self._device.target)!r}: "
+            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors{shared})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphoptError(
+            f"{type(self).__name__}: expected a training graph to pickle, found its session, which another process "
+            "cannot use: save a checkpoint with save(PATH), and load it there"
+        )
 
     def step(
         self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
@@ -214,87 +172,7 @@ class Executor(ExecutorState):
                 a label in host memory. Nothing has run.
             NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
-        feeds = data if type(data) is dict and not (unnamed or named) else fed_by(self, data, unnamed, named)
-        if self._encoding is not None:
-            feeds = self._encoding.encoded(feeds)
-        self._lock.acquire()  # as `with` does, in half the time
-        try:
-            if self._rounds is None:
-                return self._train(feeds)
-            return self._rounds.step(feeds, self._train if rows_of(feeds) else self._pass)
-        finally:
-            self._lock.release()
-
-    def _train(self, feeds: Mapping[str, Tensor]) -> Reported:
-        """Run one step, and keep its new state if it is finite."""
-        buffers, form, signature = self._buffers, self._settled, self._signature
-        check = signature.check_labels if signature.labels else None
-        reported = None if form is None else form.again(buffers.current, feeds, check)
-        if form is None or reported is None:
-            feeds, runner = self._fed(feeds), self._runner
-            if check is not None:
-                check(feeds)
-            self._check_first(feeds)
-            reported, is_finite = runner.step(buffers.current, feeds), runner.state_is_finite
-            self._settled = runner.settled
-        else:
-            is_finite = form.state_is_finite
-        wrong = buffers.advance(reported, is_finite)
-        if wrong is not None and self._keeps(wrong, reported):
-            buffers.advance({})
-        return reported
-
-    def _check_first(self, feeds: Mapping[str, Tensor]) -> None:
-        """Check the plain step on the first batch that has rows, before the first update.
-
-        Of several workers, each checks it on its rows of their first batch, and all raise the error of one.
-
-        Raises:
-            Disagreement: it disagrees with its file, with its loss, or with the rule of its optimizer.
-        """
-        if self._first is None or (self.workers.size == 1 and rows_of(feeds) == 0):
-            return
-        message = ""
-        try:
-            if rows_of(feeds) != 0:
-                self._first.check(self._signature.arrays(feeds))
-        except GraphoptError as error:
-            message = str(error)
-        for told in self.workers.gather_json(message):
-            if told:
-                raise Disagreement(told)
-        self._first = None
-
-    def _fed(self, feeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Set hyperparameters, check tensors unless they are like the last ones, and return the tensors."""
-        fed, feeds = self._unlike(self._seen, feeds, self._check_batch)
-        if fed:
-            self.set_hyperparameters(**fed)
-        return feeds
-
-    def _check_batch(self, feeds: Mapping[str, Tensor]) -> None:
-        if self.workers.size == 1:
-            check_rows(feeds)
-        self._runner.check(feeds)
-
-    def _unlike(
-        self, seen: Seen, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], object]
-    ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
-        """Separate hyperparameters from tensors, and check these unless they are like the last ones."""
-        if feeds in seen:
-            return {}, feeds
-        fed, tensors = self._split(feeds)
-        if tensors not in seen:
-            check(tensors)
-            seen.add(tensors)
-        return fed, tensors
-
-    def _pass(self, feeds: Mapping[str, Tensor]) -> Reported:
-        """Count a batch without rows, which trains nothing."""
-        self.set_hyperparameters(**self._split(feeds)[0])
-        self._check_first(feeds)
-        self._buffers.batches += 1
-        return dict.fromkeys(numbers(self._model.graph.outputs, self._report), 0.0)
+        return self._steps.step(self._inputs.of_call(data, unnamed, named))
 
     def run(self, batches: Iterable[Batch]) -> list[Reported]:
         """Train on all batches and return what each step reports; see `iterate`."""
@@ -313,56 +191,12 @@ class Executor(ExecutorState):
             NonFiniteLoss: a loss or the new state is infinite or NaN. The steps of its call are repeated one by one,
                 so that the state is the one before the failing step.
         """
-        if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
-            raise GraphoptError(
-                f"run: expected an iterable of batches, found {kind_of(batches)}: a single batch is for "
-                "executor.step(batch)"
-            )
-        if self._encoding is not None:
-            batches = map(self._encoding.encoded, batches)
-        left = map(self._signature.completed, batches)
-        for first in left:
-            with self._lock:
-                fed, feeds = self._split(first)
-                self._signature.check(feeds)
-                self._buffers.check_hyperparameters(fed)
-                self._signature.check_labels(feeds)
-            return self._steps(itertools.chain([first], left))
-        return iter(())
-
-    def _steps(self, left: Iterator[Batch]) -> Iterator[Reported]:
-        """Yield what a step on each batch reports; run the chosen number of steps per call, or the fastest number."""
-        while not self._several.pace.alone:
-            waiting: list[Batch] = []
-            try:
-                waiting.extend(itertools.islice(left, self._several.pace.steps))
-            finally:  # if drawing a batch fails, those before it train
-                for batches in alike(waiting) if waiting else ():
-                    yield from self._call(batches)
-            if not waiting:
-                return
-        with self._lock:
-            self._several.close()
-        yield from map(self.step, left)
-
-    def _call(self, batches: Sequence[Batch]) -> Iterable[Reported]:
-        """Run a step on each of several batches with the same shapes, in one call if they can be stacked."""
-        with self._lock:
-            if self._first is not None and len(batches) > 1:
-                feeds = self._fed(batches[0])
-                self._signature.check_labels(feeds)
-                self._check_first(feeds)
-            reported = self._several.step(self._buffers, batches)
-        return map(self._alone, batches) if reported is None else reported
-
-    def _alone(self, batch: Batch) -> Reported:
-        with self._lock, self._several.pace.timed():
-            return self.step(batch)
+        return self._steps.iterate(batches)
 
     @property
     def is_synchronized(self) -> bool:
         """Return whether all workers have the same weights."""
-        return self._rounds is None or self._rounds.is_synchronized
+        return self._parts.rounds is None or self._parts.rounds.is_synchronized
 
     def synchronize(self) -> None:
         """Synchronize the workers' weights. Every worker must call this.
@@ -370,9 +204,9 @@ class Executor(ExecutorState):
         Raises:
             NonFiniteLoss: the workers have dropped the third round in succession.
         """
-        if self._rounds is not None:
-            with self._lock:
-                self._rounds.synchronize()
+        if self._parts.rounds is not None:
+            with self._parts.lock:
+                self._parts.rounds.synchronize()
 
     def placement(self) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
@@ -381,7 +215,7 @@ class Executor(ExecutorState):
             GraphoptError: onnxruntime is older than 1.24 and does not report this, or sessions depend on shapes and no
                 step has run yet.
         """
-        return placement.operators_by_provider(form.session for form in self._runner.forms)
+        return placement.operators_by_provider(form.session for form in self._steps.runner.forms)
 
     def fallbacks(self) -> dict[str, str]:
         """Return the nodes of a step that run on the CPU instead of the device, by name, each with the reason.
@@ -389,7 +223,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `placement` does.
         """
-        forms = [] if self._device.on_cpu else self._runner.forms
+        forms = [] if self._device.on_cpu else self._steps.runner.forms
         found = [placement.fallbacks(form.session, form.model) for form in forms]
         return {name: reason for nodes in found for name, reason in nodes.items()}
 
@@ -401,7 +235,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does.
         """
-        return self._forward("evaluate", data, unnamed, named)
+        return self._evaluations.compute("evaluate", self._inputs.of_call(data, unnamed, named))
 
     def losses(
         self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
@@ -411,7 +245,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does.
         """
-        return self._forward("losses", data, unnamed, named)
+        return self._evaluations.compute("losses", self._inputs.of_call(data, unnamed, named))
 
     def predict(
         self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
@@ -421,7 +255,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does, or the model has no output other than its own loss.
         """
-        return self._forward("predict", data, unnamed, named)
+        return self._evaluations.compute("predict", self._inputs.of_call(data, unnamed, named))
 
     @property
     def has_loss_weights(self) -> bool:
@@ -430,7 +264,7 @@ class Executor(ExecutorState):
 
     def loss_weights(self, data: Mapping[str, Tensor]) -> np.ndarray:
         """Return the weights of the loss's mean on some data; `has_loss_weights` tells whether there are any."""
-        (weights,) = self._forward(_WEIGHTS, data, (), {}).values()
+        (weights,) = self._evaluations.compute(WEIGHTS, self._inputs.of_call(data, (), {})).values()
         return np.asarray(weights if self.options.as_numpy else weights.numpy())
 
     @property
@@ -439,7 +273,7 @@ class Executor(ExecutorState):
         if LEARNING_RATE in self.hyperparameters:
             return float(self.hyperparameters[LEARNING_RATE])
         if LEARNING_RATE in self.outputs:
-            return float(self._forward(LEARNING_RATE, {}, (), {})[LEARNING_RATE])
+            return float(self._evaluations.compute(LEARNING_RATE, {})[LEARNING_RATE])
         raise GraphoptError("learning_rate: expected an optimizer in the training graph, found none: add one")
 
     @learning_rate.setter
@@ -451,97 +285,254 @@ class Executor(ExecutorState):
             )
         self.set_hyperparameters(learning_rate=rate)
 
-    def _open(self) -> None:
-        """Create the runner of single steps, and drop the runners of several steps and of evaluation."""
-        device, options, model = self._device, self.options, reporting(self._model, self._report)
-        chosen = RunnerOptions(
-            report=self._report,
-            as_numpy=options.as_numpy,
-            static_shapes=options.static_shapes or device.graph_capture or device.memory is not None,
-            in_place=options.in_place,
-        )
-        # A bound method would make a cycle, which delays the release of memory.
-        runner_of = functools.partial(StepRunner, device, model, self._buffers, chosen)
-        if self._runner_of is None:
-            self._runner: Runner = (single := runner_of())
-        elif device.memory is not None:
-            raise GraphoptError(
-                "memory: expected one process that computes whole steps, found workers: leave it out"
-            )
-        else:
-            self._runner, single = self._runner_of(chosen), None
-        self._seen, self._settled = Seen(), None
-        arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
-        alone = (
-            self._rounds is not None or self.in_place or self.workers.size > 1 or device.memory is not None
-        )
-        steps = options.steps_per_call
-        self._several = SeveralSteps(
-            runner_of,
-            single,
-            self._signature.accepted if options.as_numpy or not arrays else (),
-            Pace(1 if alone or (steps is None and not device.on_cpu) else steps),
-            insists=device.verify is True,
-        )
-        self._evaluations: dict[str, Evaluation] = {}  # by the names of their methods
+    @property
+    def device(self) -> str:
+        """Return the name of the device."""
+        return self._device.name
 
-    def _keeps(self, wrong: str, reported: Reported) -> bool:
-        """Return whether to keep the state after a step that is not finite; raise an error, or warn."""
-        changed = ", and the state has changed in place" if self.in_place else ""
-        self._buffers.version += self.in_place
-        message, chosen = f"step {self.batches}: {wrong}{changed}", self.options.on_nonfinite
-        if chosen == "raise":
-            raise NonFiniteLoss(
-                f"{message}; lower the learning rate, clip gradients, or look for NaN in the data", reported
-            )
-        warnings.warn(message + (", step skipped" if chosen == "skip" else ""), stacklevel=3)
-        return chosen == "warn"
+    @property
+    def device_options(self) -> Device:
+        """Return the device with its options."""
+        return self._device
 
-    def _split(self, feeds: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Separate the hyperparameters in `feeds` from the tensors."""
-        fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
-        tensors = {name: tensor for name, tensor in feeds.items() if name not in fed}
-        return fed, dict(self._signature.completed(tensors))
+    @property
+    def frozen(self) -> FrozenPlacement:
+        """Return where the weights lie that do not train: the option `frozen`, or what `auto` chose by their size.
 
-    def _forward(
+        `packed`: in each session; `mapped`: in memory that all sessions share; `low`: so, and values of a step are
+        freed early.
+        """
+        return placement_of(self._device, self._model)
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether a step writes the new state over the old one."""
+        return self.options.in_place
+
+    def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
+        device = self._device
+        if self._inputs.encoding is not None:
+            batch = self._inputs.encoding.encoded(batch)
+        if device.machine.in_host_memory or device.graph_capture:
+            return {**batch}
+        arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
+        return {**batch, **{name: to_ort(device, x, x.dtype) for name, x in arrays.items()}}
+
+    @property
+    def model(self) -> ir.Model:
+        """Return the training graph without its initial state."""
+        return self._model
+
+    @checked()
+    def trained(
         self,
-        call: str,
-        data: Mapping[str, Tensor] | None,
-        unnamed: Sequence[object],
-        named: Mapping[str, Tensor],
-    ) -> Reported:
-        """Compute the outputs of a method in the graph's inference form, with the fed hyperparameters."""
-        feeds = data if type(data) is dict and not (unnamed or named) else fed_by(self, data, unnamed, named)
-        if self._encoding is not None:
-            feeds = self._encoding.encoded(feeds)
-        self._lock.acquire()  # as `with` does, in half the time
-        try:
-            evaluation = self._evaluations.get(call) or self._evaluation(call)
-            check = self._signature.check_labels if self._signature.labels else None
-            reported = evaluation.again(feeds, check)
-            if reported is not None:
-                return reported
-            needed = functools.partial(self._signature.check, needed=evaluation.inputs)
-            fed, feeds = self._unlike(evaluation.seen, feeds, needed)
-            if check is not None:
-                check(feeds)
-            if fed:
-                self.set_hyperparameters(**fed)
-            return evaluation.compute(feeds)
-        finally:
-            self._lock.release()
+        outputs: Sequence[str] | None = None,
+        *,
+        into: Source | None = None,
+        adapters: Literal["merged", "slots"] = "merged",
+        quantized: bool = True,
+    ) -> onnx.ModelProto:
+        """Return the inference model with the trained weights, under the names of the model that was compiled.
 
-    def _evaluation(self, call: str) -> Evaluation:
-        """Open what computes the outputs of a method."""
-        if call == _WEIGHTS:
-            names = [*map(name_of, weights_of_means(self._model))]
-        else:
-            names = [LEARNING_RATE] if call == LEARNING_RATE else self._of(*_COMPUTED[call])
-        if not names:
+        Args:
+            outputs: the names of the outputs or inner values to compute; the model's outputs by default.
+            into: the model that was compiled, whose nodes, inputs and outputs stay as they are: a path, bytes, an
+                onnx.ModelProto or an onnx_ir.Model. By default, the model is written anew from the training graph,
+                without operators and outputs that training has removed.
+            adapters: merge adapters into the weights (`merged`), or add inputs for them to the model `into` (`slots`):
+                its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
+                Nothing can be merged into integers: if the model has quantized weights with adapters, adapters stay
+                operators.
+            quantized: return the model in integers if it trains by `passes.FakeQuantize`; otherwise, in floats.
+
+        Raises:
+            GraphoptError: the inference model has no value with one of these names, or `into` is another model.
+        """
+        if isinstance(outputs, str):
             raise GraphoptError(
-                "predict: expected an output other than the model's own loss, found none: use evaluate"
+                f"trained: expected the names of outputs, found {outputs!r}: write trained([{outputs!r}]); for a file, "
+                f"executor.save_trained({outputs!r})"
             )
-        alone = self._rounds is None and self.workers.size == 1
-        chosen = {"as_numpy": self.options.as_numpy, "alone": alone}
-        opened = evaluation_of(self._device, self._model, self._buffers, names, **chosen)
-        return self._evaluations.setdefault(call, opened)
+        return self._state.trained("trained", outputs, into, adapters, quantized).message()
+
+    @checked()
+    def save_trained(
+        self,
+        path: str | os.PathLike[str],
+        outputs: Sequence[str] | None = None,
+        *,
+        into: Source | None = None,
+        adapters: Literal["merged", "slots"] = "merged",
+        quantized: bool = True,
+    ) -> None:
+        """Write the model that `trained` returns to the file that `graphopt.save` would write.
+
+        Beyond 2 GB, weights are written one at a time: those that do not train go from the mapped file of the model to
+        the new one, and adapters are merged into one weight after the other. Smaller models are one message in memory.
+
+        Args:
+            path: the file to write; beyond 2 GB, its weights are in `PATH.data`.
+            outputs: as in `trained`.
+            into: as in `trained`.
+            adapters: as in `trained`.
+            quantized: as in `trained`.
+
+        Raises:
+            GraphoptError: as in `trained`, or the file cannot be written. Nothing is changed.
+        """
+        check_path(path, "save_trained", "executor.save_trained('trained.onnx')")
+        path = path_of_file(path, "save_trained")
+        self._state.trained("save_trained", outputs, into, adapters, quantized).save(path)
+
+    @property
+    def labels(self) -> list[str] | None:
+        """Return the names of the classes: those of the data that `fit` had, or of the model, or None."""
+        return self._state.labels
+
+    @labels.setter
+    def labels(self, labels: Sequence[str] | None) -> None:
+        if labels is not None and (isinstance(labels, str) or not isinstance(labels, Iterable)):
+            raise GraphoptError(
+                f"labels: expected the names of the classes, or None for those of the model, found {kind_of(labels)}: "
+                "set a list, such as ['cat', 'dog']"
+            )
+        self._state.own_labels = None if labels is None else list(map(str, labels))
+
+    @property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return the inputs to feed in each step by name: data, targets and sample weights."""
+        return dict(self._inputs.values)
+
+    @property
+    def outputs(self) -> list[str]:
+        """Return the names of all outputs that a step can report, `loss` first."""
+        return reportable(self._model)
+
+    @property
+    def reported(self) -> list[str]:
+        """Return the names of the outputs that a step reports, `loss` first."""
+        return list(self._parts.report)
+
+    @property
+    def properties(self) -> dict[str, Property]:
+        """Return what checkpoints have beside the state: numbers and texts by name, which you can set."""
+        return self._state.properties
+
+    @properties.setter
+    def properties(self, properties: dict[str, Property]) -> None:
+        self._state.properties = properties
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """Return copies of all state by name: parameters, optimizer slots and counters.
+
+        They cannot be written to. `update_state`, or `executor.state = arrays`, changes the state.
+        """
+        return self._state.copies()
+
+    @state.setter
+    def state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._state.update(arrays)
+
+    def update_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array has the wrong type or shape.
+        """
+        self._state.update(arrays)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of parameter updates so far: the counter `step`, which schedules read.
+
+        A batch does not count if `passes.Accumulate` only accumulates its gradients, or if `passes.DynamicLossScale`
+        skips it. `batches` counts all of them. A graph without the counter updates the parameters in every batch.
+        """
+        return self._state.steps
+
+    @property
+    def batches(self) -> int:
+        """Return the number of batches so far, including those without a parameter update. Checkpoints contain it.
+
+        A step that `on_nonfinite` refuses or skips does not change the state and does not count. If `update_state`
+        sets the counter `step`, it sets this number too.
+        """
+        return self._parts.buffers.batches
+
+    def set_batches(self, count: int) -> None:
+        """Set the number of batches so far, as a checkpoint has it."""
+        self._state.set_batches(count)
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return copies of the parameters by name, in alphabetical order.
+
+        They cannot be written to. `update_state` changes parameters.
+        """
+        return self._state.parameters
+
+    def contiguous(self, *, frozen: bool = False) -> np.ndarray:
+        """Return the parameters concatenated into one vector, in alphabetical order.
+
+        Args:
+            frozen: include the model's weights that do not train.
+
+        Raises:
+            GraphoptError: their types differ.
+        """
+        return joined(self._state.weights(frozen))
+
+    def set_contiguous(self, vector: np.ndarray, *, frozen: bool = False) -> None:
+        """Replace the parameters by the parts of a vector in the layout of `contiguous`.
+
+        Raises:
+            GraphoptError: the vector has the wrong type or size. Nothing is replaced.
+        """
+        if self._state.set_contiguous(vector, frozen):  # weights that are constants of the sessions
+            self._steps.open()
+            self._evaluations.opened.clear()
+
+    def reset_gradients(self) -> None:
+        """Reset the gradients that `passes.Accumulate` has accumulated since the last update."""
+        self._state.reset_gradients()
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return the values of the hyperparameters by name."""
+        return self._parts.buffers.hyperparameters
+
+    def set_hyperparameters(self, **values: object) -> None:
+        """Set hyperparameters for all later steps.
+
+        Raises:
+            GraphoptError: a hyperparameter is unknown, or its value has the wrong type or shape, is not finite, or is
+                a negative rate.
+        """
+        with self._parts.lock:
+            self._parts.buffers.feed(values)
+
+    @checked()
+    def save(self, path: str | os.PathLike[str], *, checksum: bool = True) -> None:
+        """Write all state and `properties` to a checkpoint, from which `load` continues bit for bit.
+
+        Args:
+            path: the file to write.
+            checksum: write a checksum, which finds a damaged file. Without it and `properties`, the file has the
+                layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
+
+        Raises:
+            GraphoptError: the path is that of a model, `NAME.onnx`. Nothing is written.
+        """
+        self._state.save(path, checksum)
+
+    @checked()
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace all state and `properties` by those of a checkpoint.
+
+        Raises:
+            GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph. Nothing is
+                replaced.
+        """
+        self._state.load(path)

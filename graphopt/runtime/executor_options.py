@@ -60,7 +60,7 @@ class ExecutorOptions(DeviceOptions):
             GraphoptError: the device is invalid, or a state cannot be written in place there.
         """
         device = Device.of(self.device, self)
-        if self.in_place and not (device.on_cpu and device.native):
+        if self.in_place and not device.compiles:
             raise GraphoptError(
                 "in_place: expected kernels on the CPU, which write in place, found another device or native=False: "
                 "leave it out"

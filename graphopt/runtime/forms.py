@@ -96,7 +96,6 @@ class StepSessions:
         return self._digest, self.device.ort.__version__, self.device.threads
 
     def plain(self) -> BoundSession:
-        """Return the graph as it is."""
         return self._opened(self.plain_model, "the plain step")
 
     def for_runtime(self) -> BoundSession:
@@ -124,7 +123,7 @@ class StepSessions:
             GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
         """
         native, options, model = self.device.native, self.options, self._model
-        if not self.device.on_cpu or not native or options.native is False:
+        if not self.device.compiles or options.native is False:
             return None
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
         # Of float16, kernels round each result and ONNX Runtime some: they may overflow in only one form.
@@ -188,11 +187,8 @@ class StepSessions:
             packed = pack_numbers(model, options.report, self.buffers.infinite)
         if self.several:
             model = with_shapes(unrolled(model), self.shapes)
-        given = self.device, model, self.buffers, options, name
-        if lowered is None:
-            return BoundSession(*given, packed=packed)
-        check = None if self.several else lowered.check
-        return BoundSession(*given, lowered.library, check, lowered.shared, packed)
+            lowered = lowered and dataclasses.replace(lowered, check=None)
+        return BoundSession(self.device, model, self.buffers, options, name, lowered, packed)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -345,7 +341,7 @@ def _rehearse(
 
 def _warn_of_precision(device: Device) -> None:
     """Warn if products run in a higher precision than they may."""
-    reason = device.machine.precision_obstacle(device.native)
+    reason = device.machine.precision_obstacle(device.compiles)
     if reason is not None:
         warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
 

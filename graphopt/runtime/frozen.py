@@ -28,9 +28,10 @@ def placement_of(device: Device, model: ir.Model) -> FrozenPlacement:
         return device.frozen
     if device.memory is not None:
         return "low"
-    # Other providers for CPUs compile graphs, and want constants.
-    is_compiled = device.machine.in_host_memory and not device.on_cpu
-    return "packed" if is_compiled else placement_by_size(model, on_cpu=device.on_cpu)
+    on_cpu = device.on_cpu
+    if device.machine.in_host_memory and not on_cpu:
+        return "packed"  # other providers for CPUs compile graphs, and want constants
+    return placement_by_size(model, on_cpu=on_cpu)
 
 
 def placement_by_size(model: ir.Model, *, on_cpu: bool = True) -> FrozenPlacement:

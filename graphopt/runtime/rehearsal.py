@@ -23,7 +23,7 @@ from graphopt.graph.storage import whole
 from graphopt.runtime.translation import Sample
 from graphopt.targets.native.cache import cache_folder, own_version
 
-_CODE = f"import sys; sys.path[:] = sys.argv[1].split(chr(10)); from {__name__} import main; main()"
+_CODE = f"import sys; sys.path[:] = sys.argv[1].split(chr(10)); from {__name__} import rehearse; rehearse()"
 _FAILED = 3  # the exit code after an error, which the process then has written
 
 
@@ -101,7 +101,7 @@ def _ended(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory
     folder.cleanup()
 
 
-def main() -> None:
+def rehearse() -> None:
     """Rehearse the form in the folder that the arguments name; end when the process that asked for it does."""
     _, _, name, version = sys.argv
     folder, told = Path(name), threading.Event()

@@ -20,18 +20,19 @@ from graphopt.adapters.peft import PeftAdapter
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.files import write_folder
-from graphopt.graph.metadata import DECODER, Architecture, TargetSpec, original_name
+from graphopt.graph.metadata import original_name
+from graphopt.graph.model_folders import DECODER, Architecture
 from graphopt.graph.not_a_model import check_path
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, TargetSpec, with_role
 from graphopt.graph.values import name_of
-from graphopt.runtime.executor_state import ExecutorState
+from graphopt.runtime.executor import Executor
 
 _FORMS = ("onnxruntime", "peft")
 
 
 @checked()
 def save_adapter(
-    executor: ExecutorState,
+    executor: Executor,
     path: str | os.PathLike[str],
     *,
     form: Literal["onnxruntime", "peft"] = "onnxruntime",
@@ -67,7 +68,7 @@ def save_adapter(
     >>> sorted(os.listdir("adapter"))
     ['adapter_config.json', 'adapter_model.safetensors']
     """
-    if not isinstance(executor, ExecutorState):
+    if not isinstance(executor, Executor):
         raise GraphoptError(f"save_adapter: expected an executor first, found {kind_of(executor)}")
     if form not in _FORMS:
         raise GraphoptError(f"save_adapter: {unknown('form', str(form), _FORMS)}")
@@ -95,7 +96,6 @@ def save_adapter(
 
 
 def slot_arrays(adapters: Sequence[Adaptation]) -> dict[str, np.ndarray]:
-    """Return the arrays of slots by name."""
     return {name: x for adapter in combined(adapters) for name, x in adapter.arrays().items()}
 
 

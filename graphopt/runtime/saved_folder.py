@@ -23,7 +23,7 @@ from graphopt.graph.model_folders import CONFIG, GENAI_CONFIG, config_in, model_
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
 from graphopt.graph.values import dims_of
-from graphopt.runtime.executor_state import ExecutorState
+from graphopt.runtime.executor import Executor
 from graphopt.runtime.saved_adapter import peft_adapter, save_adapter
 
 FORMS = ("merged", "slots", "peft", "gguf", "small")
@@ -39,7 +39,7 @@ _CONFIGS = (CONFIG, "generation_config.json", "preprocessor_config.json", "proce
 
 @checked()
 def save_folder(
-    executor: ExecutorState,
+    executor: Executor,
     folder: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str],
@@ -74,7 +74,7 @@ def save_folder(
     >>> import os; sorted(os.listdir("served"))
     ['adapter.onnx_adapter', 'base.onnx']
     """
-    if not isinstance(executor, ExecutorState):
+    if not isinstance(executor, Executor):
         raise GraphoptError(f"save_folder: expected an executor first, found {kind_of(executor)}")
     if form not in FORMS:
         raise GraphoptError(f"save_folder: {unknown('form', str(form), FORMS)}")
@@ -113,9 +113,7 @@ def save_folder(
             os.replace(made, target)
 
 
-def _save_model(
-    executor: ExecutorState, base: Path, folder: Path, adapters: Literal["merged", "slots"]
-) -> None:
+def _save_model(executor: Executor, base: Path, folder: Path, adapters: Literal["merged", "slots"]) -> None:
     """Write the base with the trained weights or with slots, and what lies beside it."""
     place = place_of(base)
     model = folder / base.relative_to(place)
@@ -130,7 +128,7 @@ def _save_model(
             read_original(place / name).save(folder / name)
 
 
-def _write_labels(executor: ExecutorState, config: Path) -> None:
+def _write_labels(executor: Executor, config: Path) -> None:
     """Write the names of the classes into config.json, or remove those of another number of outputs."""
     if not config.is_file():
         return

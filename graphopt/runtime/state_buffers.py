@@ -157,7 +157,6 @@ class StateBuffers:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all state."""
         return list(self.sets[0])
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -207,7 +206,6 @@ class StateBuffers:
                 self._note({name: number_or_array(np.array(array))})
 
     def _note(self, values: Mapping[str, object]) -> None:
-        """Note the values of hyperparameters."""
         self.hyperparameters = Copies({**self.hyperparameters, **values}, "set_hyperparameters(name=value)")
 
 

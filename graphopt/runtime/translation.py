@@ -106,12 +106,13 @@ class Translation:
             Mistranslated: they do, and the option `verify` is True, or there is no form to take in its place.
         """
         # On CPUs, only the products of kernels may be of lower precision than that of their type.
-        has_products = self._has_floats and (form.library is not None or not self._device.on_cpu)
+        on_cpu = self._device.on_cpu
+        has_products = self._has_floats and (form.library is not None or not on_cpu)
         self._unit = max(self._rounding, (has_products and self._device.product_unit) or 0.0)
         verify, digest = self._device.verify, self._digest(form)
         note = f"{digest}.verified.json"
         # Of GPUs, the runtime does not tell which one it is.
-        remembers = verify is not True and self._device.on_cpu
+        remembers = verify is not True and on_cpu
         message = read_note(ROOM, note, "difference", str) if remembers else None
         if message is None:
             try:
@@ -126,7 +127,7 @@ class Translation:
                 if verify is True:
                     raise
                 return True
-            if self._device.on_cpu:
+            if on_cpu:
                 write_note(ROOM, note, {"difference": message})
         trusts_plain, is_last = self._device.machine.is_oracle, self._several and form.library is None
         if message and (verify is True or is_last or not trusts_plain):

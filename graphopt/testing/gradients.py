@@ -125,7 +125,7 @@ def prove(
     model = in_precision(normalized(source), dtype)
     point = in_types(model, inputs)
     try:
-        forward, outputs, by = forward_of(model, point)
+        forward, outputs, by = evaluator_of(model, point)
     except OtherForward:
         rough: dict[str, Any] = {"step": ROUGH_STEP, "tolerance": max(tolerance, ROUGH_TOLERANCE)}
         rough |= {"fixed_inputs": fixed_inputs, "sample": sample, "oracle": oracle}
@@ -166,7 +166,7 @@ def prove(
     return Proof(gradients, by, oracle_name, compared, total, steepest <= 0, flat)
 
 
-def forward_of(model: ir.Model, point: NamedArrays) -> tuple[_Forward, NamedArrays, str]:
+def evaluator_of(model: ir.Model, point: NamedArrays) -> tuple[_Forward, NamedArrays, str]:
     """Return a function that evaluates a model, the outputs at a point, and the evaluator's name.
 
     The evaluator is ONNX Runtime if it has the kernels, otherwise the reference.

@@ -30,7 +30,7 @@ from graphopt.testing.gradients import (
     NamedArrays,
     Oracle,
     computed,
-    forward_of,
+    evaluator_of,
     gradient_model,
     in_types,
     normalized,
@@ -261,7 +261,7 @@ def agrees_alone(model: Source, inputs: Mapping[str, np.ndarray]) -> None:
         inputs: arrays by the names of its inputs.
     """
     point = in_types(load(model), inputs)
-    seeds = random_seeds(forward_of(normalized(model), point)[1])
+    seeds = random_seeds(evaluator_of(normalized(model), point)[1])
     whole = computed(gradient_model(model), point | seeds)
     for name in whole:
         alone = gradient_model(model, by=[name.removesuffix(gradient_of(""))])

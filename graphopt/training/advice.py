@@ -10,8 +10,7 @@ import onnx_ir as ir
 
 from graphopt.data import Batches
 from graphopt.data.dataset import TARGET, LazyArray
-from graphopt.graph.metadata import TargetSpec
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import Role, TargetSpec, role_of
 from graphopt.graph.values import is_floating
 from graphopt.training.options import FitOptions
 

@@ -8,7 +8,7 @@ from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET
 from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.data.loader import TrainingRows
-from graphopt.derivatives import normalized
+from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.inference import as_it_came
 from graphopt.graph.loading import Source
@@ -48,7 +48,7 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
         )
     if not has_rows(data):
         raise GraphoptError(f"calibrate: expected data with rows, found {kind_of(data)}: give arrays by name")
-    loaded = normalized(model, restored=True)
+    loaded = normal_form(model, restored=True)
     if any(x.name == TARGET for x in loaded.graph.inputs):
         raise GraphoptError(
             f"calibrate: expected a model without an input {TARGET!r}, the name of the targets in the data, found one: "

@@ -172,7 +172,6 @@ class Checkpoints(Checked):
         return time.monotonic() - self._saved_at >= self._seconds
 
     def is_due_after(self, epoch: int) -> bool:
-        """Return whether a checkpoint is due after an epoch."""
         return self._epochs is not None and epoch % self._epochs == 0
 
     def best_of(self, record: Mapping[str, object]) -> float | None:

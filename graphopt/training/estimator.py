@@ -25,17 +25,16 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import weight_kinds
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import FED, Role, labels_of, role_of, with_role
+from graphopt.graph.roles import FED, Role, TargetSpec, labels_of, role_of, with_role
 from graphopt.graph.storage import model_digest
 from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
 from graphopt.runtime.device import Device
 from graphopt.runtime.device_options import NATIVE_VARIABLE
-from graphopt.runtime.encoding import encoding_of
 from graphopt.runtime.executor import Executor, run
+from graphopt.runtime.inputs import encoding_of
 from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.evaluation import by_batches, reported
 from graphopt.training.fit import fit
@@ -110,7 +109,7 @@ class Structure:
         return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
 
 
-def digest_of(model: Source | bytes) -> str:
+def file_digest(model: Source | bytes) -> str:
     """Return the digest of a model, or of the file that a path names, as it is now."""
     return hashlib.sha256(model).hexdigest() if isinstance(model, bytes) else model_digest(load(model))
 
@@ -549,7 +548,7 @@ class Trainer(Estimator):
         }
         last = self._structure
         if anew or last is None or last.model is not self.model:
-            digest = digest_of(self.model)
+            digest = file_digest(self.model)
             if self._kept is not None and not anew and digest != self._digest:
                 raise GraphoptError(
                     "model: expected the model that the pickled trainer had trained, found another one, or other "

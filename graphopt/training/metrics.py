@@ -20,7 +20,7 @@ import onnx_ir as ir
 from graphopt.arguments import check_function
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.graph.classified import activation_of
-from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.roles import TargetSpec
 from graphopt.moments import Moments
 
 # A name, a name with options such as {"top_k": {"k": 3}}, or a function of all targets and predictions

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from graphopt.graph.classified import LABEL, PROBABILITIES, activation_of, emit_classes, named_classes
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.roles import TargetSpec
 from graphopt.graph.values import dims_of, is_floating, rank, swap
 
 _OUTPUTS = (LABEL, PROBABILITIES, "scores", "variable")  # as skl2onnx names them

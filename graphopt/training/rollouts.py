@@ -24,7 +24,7 @@ from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import TEMPERATURE, original_name
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.original import trained_into
+from graphopt.runtime.executor_state import trained_into
 from graphopt.runtime.saved_adapter import slot_arrays
 
 _ADVANTAGES, _OLD, _REWARDS = "advantages", "old_log_probabilities", "rewards"
@@ -189,7 +189,6 @@ class Rollouts(Checked):
     def _rewarded(
         self, rows: np.ndarray, completions: Sequence[list[int]], vocabulary: Vocabulary
     ) -> np.ndarray:
-        """Return the rewards of completions."""
         columns = {name: [values[i] for i in rows] for name, values in self._columns.items()}
         prompts = columns.pop("prompt")
         texts = [vocabulary.decode(x[:-1] if x[-1] in vocabulary.ends else x) for x in completions]
@@ -332,7 +331,6 @@ def _check_reward(reward: object, names: Sequence[str]) -> None:
 
 
 def _columns(prompts: Dataset | Sequence[Mapping[str, object]]) -> dict[str, Sequence[Any]]:
-    """Return the columns of prompts by name."""
     if isinstance(prompts, Dataset):
         columns: dict[str, Sequence[Any]] = {name: [*x] for name, x in prompts.table.items()}
         found = [*columns, *prompts.arrays]

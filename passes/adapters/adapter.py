@@ -19,8 +19,9 @@ from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import register_merge
-from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy, original_name
+from graphopt.graph.metadata import ADAPTER, InferenceForm, copy, original_name
 from graphopt.graph.operators import VIEWS
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, check_inference, role_of

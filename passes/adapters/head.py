@@ -12,7 +12,8 @@ import onnx_ir as ir
 
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.metadata import ADAPTER, LABELS, Kind, Origin, labels_in
+from graphopt.graph.metadata import ADAPTER, LABELS, labels_in
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
@@ -225,7 +226,6 @@ def _advice(target: AdapterTarget | None) -> str:
 
 
 def _following(node: ir.Node) -> dict[ir.Node, None]:
-    """Return a node and the nodes that depend on it."""
     found = {node: None}
     front = [node]
     while front:

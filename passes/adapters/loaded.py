@@ -13,12 +13,14 @@ import onnx_ir as ir
 from graphopt.adapters import adapter_file, peft
 from graphopt.adapters.combined import LORA_A, LORA_B, LORA_FACTOR
 from graphopt.adapters.modules import in_module, parameter_of
-from graphopt.adapters.naming import Names, Naming, matched, part_sizes, prefix_of, sizes_of
+from graphopt.adapters.naming import Names, Naming, matched, part_sizes, prefix_of, widths_of
 from graphopt.adapters.peft import Module
 from graphopt.adapters.stacked import from_parameter, order_of_experts, parameter_of_experts
 from graphopt.adapters.targets import AdapterTarget, targets_in, widths
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.metadata import ADAPTER, MOST_LETTERS, Architecture, Kind, Origin, original_name
+from graphopt.graph.metadata import ADAPTER, original_name
+from graphopt.graph.model_folders import MOST_LETTERS, Architecture
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.rewriting import Pattern, matches
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 
@@ -156,7 +158,7 @@ def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module]
         arrays = _in_graph(place, target, module, rank, scale)
         return Given(name_of(target.source.weight), rank, scale, stabilized, dora, (), {"": arrays})
     sizes = [(path, len(modules[path].b) if path in modules else size) for path, size in parts]
-    ends = sizes_of(target.name, sizes, target.outputs, widths(target.source.weight))
+    ends = widths_of(target.name, sizes, target.outputs, widths(target.source.weight))
     labels = [
         path.rpartition(".")[2] if path in modules else f"_{path.rpartition('.')[2]}" for path, _ in parts
     ]

@@ -15,7 +15,8 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph import roles, state
 from graphopt.graph.dequantization import dequantize_late
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import GRADIENT_OF, SURROGATE, UNTRAINED, Kind, Origin
+from graphopt.graph.metadata import GRADIENT_OF, SURROGATE, UNTRAINED
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed, sizes_of_inputs

@@ -90,12 +90,10 @@ def is_uniform(gradient: ir.Value) -> bool:
 
 
 def full(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
-    """Return the gradient of `x` in the shape of `x`."""
-    return spread(op, gradient, x) if is_uniform(gradient) else gradient
+    return broadcast_to(op, gradient, x) if is_uniform(gradient) else gradient
 
 
-def spread(op: Emitter, value: ir.Value, x: ir.Value) -> ir.Value:
-    """Broadcast `value` to the shape of `x`."""
+def broadcast_to(op: Emitter, value: ir.Value, x: ir.Value) -> ir.Value:
     return value if value.shape == x.shape else like(op.Expand(value, op.shape_of(x)), x)
 
 

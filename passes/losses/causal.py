@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ON_DEMAND, TargetSpec
-from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.metadata import ON_DEMAND
+from graphopt.graph.roles import Role, TargetSpec, role_of, with_role
 from graphopt.graph.values import dims_of, like, name_of, rank
 from graphopt.intervals import within
 from passes.losses.head import compute_all_logits, losses_of_tokens

@@ -438,7 +438,6 @@ class CTC(Loss):
 
 
 def _known(loss: Loss, weights: tuple[float, ...] | Literal["balanced"]) -> tuple[float, ...]:
-    """Return class weights."""
     if weights == "balanced":
         raise GraphoptError(
             f"{type(loss).__name__}(class_weights='balanced'): expected a number for each class, found none: learn "

@@ -11,8 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import TargetSpec
-from graphopt.graph.roles import Role, set_role, with_role
+from graphopt.graph.roles import Role, TargetSpec, set_role, with_role
 from graphopt.graph.values import dims_of, dtype_of, name_of
 from passes.losses.causal import CausalLanguageModel
 from passes.losses.frozen import before_training, put_in, share_weights
@@ -120,6 +119,6 @@ def total(op: Emitter, tokens: ir.Value) -> ir.Value:
     return op.ReduceSum(tokens, [1], keepdims=0)
 
 
-def mean(op: Emitter, tokens: ir.Value, counts: ir.Value) -> ir.Value:
+def mean_of_tokens(op: Emitter, tokens: ir.Value, counts: ir.Value) -> ir.Value:
     """Emit the mean over the tokens of each row that count."""
     return total(op, tokens) / op.Max(total(op, counts), 1.0)

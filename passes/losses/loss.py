@@ -15,9 +15,9 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
 from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
+from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.rewriting import Pass, Read
-from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.roles import Role, TargetSpec, role_of, set_role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.intervals import within
 from passes.augment import before, mixed, share_of_others
@@ -223,7 +223,6 @@ def _elements(loss: Loss, found: object) -> ir.Value:
 
 
 def _weights(loss: Loss, found: object, elements: ir.Value) -> ir.Value:
-    """Return the weights that `weight` has returned."""
     where, due = name_of_method(loss, "weight"), "the weight of each element, or None"
     weights = floating(found, where, due)
     if None not in (weights.shape, elements.shape) and len(weights.shape or ()) > len(elements.shape or ()):

@@ -12,8 +12,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm, TargetSpec
-from graphopt.graph.roles import FED, Role, role_of, set_role
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.roles import FED, Role, TargetSpec, role_of, set_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, redirect
 from graphopt.intervals import within
 from passes.losses.loss import Loss, new_input
@@ -123,7 +123,6 @@ def split_outputs(model: ir.Model, op: Emitter, prediction: ir.Value, count: int
 
 
 def split_rows(op: Emitter, x: ir.Value, count: int) -> list[ir.Value]:
-    """Split a value into the rows of each companion."""
     parts = op.Split(x, axis=0, num_outputs=count, _outputs=count)
     for part in parts:
         part.shape, part.type = ir.Shape([ir.SymbolicDim(_PAIRS), *dims_of(x)[1:]]), x.type

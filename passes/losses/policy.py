@@ -13,7 +13,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import TEMPERATURE
 from graphopt.graph.values import dims_of, dtype_of, rank
 from graphopt.intervals import within
-from passes.losses.completions import CompletionLoss, mean, total
+from passes.losses.completions import CompletionLoss, mean_of_tokens, total
 from passes.losses.loss import Loss, new_input
 
 __all__ = ["GRPO", "PPO"]
@@ -146,7 +146,7 @@ class GRPO(CompletionLoss):
         rolled = op.Concat(op.Slice(old, [1], [2**62], [1]), op.Slice(old, [0], [1], [1]), axis=1)
         log_ratio = tokens - rolled * counts
         if self.importance_sampling_level == "sequence":
-            log_ratio = op.Unsqueeze(mean(op, log_ratio, counts), [1])
+            log_ratio = op.Unsqueeze(mean_of_tokens(op, log_ratio, counts), [1])
         columns = op.Unsqueeze(advantages, [1])
         loss, is_clipped, share = _clipped(op, log_ratio, columns, self.epsilon_low, self.epsilon_high)
         if not self.beta:
@@ -159,7 +159,7 @@ class GRPO(CompletionLoss):
         loss, _, kl = self._parts(op, *operands)
         loss = counts * (loss if kl is None else loss + self.beta * kl)
         if self.loss_type == "grpo":
-            return mean(op, loss, counts)
+            return mean_of_tokens(op, loss, counts)
         return total(op, loss) / float(self.max_completion_length) if self.loss_type == "dr_grpo" else loss
 
     def weight(self, op: Emitter, prediction: ir.Value, *operands: ir.Value) -> ir.Value | None:

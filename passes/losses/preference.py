@@ -13,7 +13,7 @@ from graphopt.graph.values import dims_of
 from graphopt.intervals import within
 from passes.differentiate import stop_gradient
 from passes.losses.classification import softplus
-from passes.losses.completions import CompletionLoss, mean, total
+from passes.losses.completions import CompletionLoss, mean_of_tokens, total
 from passes.losses.loss import new_input
 
 __all__ = ["DPO", "KTO", "ORPO", "SimPO"]
@@ -79,7 +79,7 @@ class DPO(PairedPreference):
 
     def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
         is_mean = self.average or self.loss_type == "ipo"
-        return [mean(op, tokens, counts) if is_mean else total(op, tokens)]
+        return [mean_of_tokens(op, tokens, counts) if is_mean else total(op, tokens)]
 
     def compare(self, op: Emitter, prediction: ir.Value, *rows: ir.Value) -> ir.Value:
         return _FUNCTIONS[self.loss_type](op, rows[0] - rows[1], self.beta, self.label_smoothing)
@@ -133,7 +133,7 @@ class SimPO(PairedPreference):
     blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
 
     def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
-        return [mean(op, tokens, counts)]
+        return [mean_of_tokens(op, tokens, counts)]
 
     def compare(self, op: Emitter, prediction: ir.Value, *rows: ir.Value) -> ir.Value:
         return _sigmoid(op, rows[0] - rows[1] - self.gamma / self.beta, self.beta, self.label_smoothing)
@@ -173,7 +173,7 @@ class ORPO(PairedPreference):
         # Up to the end of the completion
         inside = op.Greater(op.CumSum(counts, op.constant(1), reverse=1), 0.0)
         inside = present * op.Cast(inside, to=present.dtype)
-        return [mean(op, tokens * counts, counts), total(op, tokens * inside), total(op, inside)]
+        return [mean_of_tokens(op, tokens * counts, counts), total(op, tokens * inside), total(op, inside)]
 
     def compare(self, op: Emitter, prediction: ir.Value, *rows: ir.Value) -> ir.Value:
         _, _, chosen, rejected, log_p, _, counts, _ = rows

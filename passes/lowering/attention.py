@@ -236,7 +236,6 @@ def positions_of(op: Emitter, x: Value) -> Value:
 
 
 def static_size(x: Value, axis: int) -> int:
-    """Return the known size of an axis."""
     size = dims_of(x)[axis]
     if not isinstance(size, int):
         raise GraphoptError(f"expected a known size of {x.name!r} along axis {axis}, found {x.shape}")

@@ -15,8 +15,8 @@ from onnxscript.rewriter.pattern import RewriteRule
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Evidence, Kind, Origin
 from graphopt.graph.operators import MATRIX_PRODUCTS
+from graphopt.graph.origins import Evidence, Kind, Origin
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import constant_number, dtype_of, is_floating, name_of, rank
 from passes.gradients.registry import no_gradient
@@ -83,7 +83,6 @@ def freeze_preprocessing(model: ir.Model) -> None:
 
 
 def _before(nodes: Iterable[ir.Node]) -> set[ir.Node]:
-    """Return the nodes on which some nodes depend."""
     return ancestors(x for node in nodes for x in values_read(node))
 
 

@@ -14,8 +14,8 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.values import dims_of, name_of, rank
 from passes.gradients.rules.control_flow import scan_over
 from passes.lowering.attention import static_size
@@ -237,7 +237,6 @@ class _Chunks:
         return op.Transpose(x, perm=[1, 0, 3, 2, 4])
 
     def repeated(self, x: Value, times: int) -> Value:
-        """Repeat each head."""
         if times <= 1:
             return x
         op, (*_, heads, size, width) = self.op, dims_of(x)

@@ -23,7 +23,7 @@ from passes.lowering.registry import lowers, stored
 
 
 @dataclass(frozen=True)
-class Form:
+class _Form:
     """Describe the inputs of an operator on integers.
 
     Args:
@@ -40,14 +40,14 @@ class Form:
 
 
 FORMS = {
-    "QLinearConv": Form("Conv", (0, 3), 6, bias=8),
-    "QLinearMatMul": Form("MatMul", (0, 3), 6),
-    "QGemm": Form("Gemm", (0, 3), 7, bias=6),
-    **{f"QLinear{name}": Form(name, (0, 3), 6) for name in ("Add", "Mul")},
-    **{f"QLinear{name}": Form(name, (0,), 3) for name in ("AveragePool", "GlobalAveragePool", "LeakyRelu")},
-    **{f"QLinear{name}": Form(name, (0,), 3) for name in ("Sigmoid", "Softmax")},
-    "QLinearConcat": Form("Concat", (), 0),
-    "QLinearWhere": Form("Where", (1, 4), 7),
+    "QLinearConv": _Form("Conv", (0, 3), 6, bias=8),
+    "QLinearMatMul": _Form("MatMul", (0, 3), 6),
+    "QGemm": _Form("Gemm", (0, 3), 7, bias=6),
+    **{f"QLinear{name}": _Form(name, (0, 3), 6) for name in ("Add", "Mul")},
+    **{f"QLinear{name}": _Form(name, (0,), 3) for name in ("AveragePool", "GlobalAveragePool", "LeakyRelu")},
+    **{f"QLinear{name}": _Form(name, (0,), 3) for name in ("Sigmoid", "Softmax")},
+    "QLinearConcat": _Form("Concat", (), 0),
+    "QLinearWhere": _Form("Where", (1, 4), 7),
 }
 _OF_ONNX = ("QLinearConv", "QLinearMatMul")
 # Operators that move numbers of their first input, which compute the same of integers and of what these stand for
@@ -158,7 +158,6 @@ def _dequantized(op: Emitter, x: Input, by: Input, zero: Input, *, axis: int | N
 
 
 def _scale(scale: Input) -> np.ndarray:
-    """Return the numbers of a scale."""
     numbers = stored(given(scale), "scale")
     if not (np.isfinite(numbers) & (numbers != 0)).all():
         raise GraphoptError(

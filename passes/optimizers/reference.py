@@ -178,7 +178,7 @@ def share_of(average: Average, t: int) -> float | None:
     return 1 - average.decay if isinstance(average, EMA) else 1 / (count + 1)
 
 
-def decoded(
+def slot_numbers(
     codes: np.ndarray, largest: np.ndarray, shape: Sequence[int], signed: bool
 ) -> tuple[np.ndarray, ...]:
     """Return the numbers of an 8-bit slot, and half of the gaps beside each, which rounding to 8 bits may change.

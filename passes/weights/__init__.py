@@ -6,7 +6,7 @@ import warnings
 
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Evidence, Exported, Kind, LeftOut, Origin
+from graphopt.graph.origins import Evidence, Exported, Kind, LeftOut, Origin
 from graphopt.graph.traversal import sort
 from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, records, torchscript

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, PRODUCTS, SCATTERING
+from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, dims_of, given, is_floating
 from passes.gradients.registry import carries
@@ -273,7 +273,7 @@ def _are_short(numbers: np.ndarray) -> bool:
     return all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in numbers[:256])
 
 
-def is_sparse(numbers: np.ndarray) -> bool:
+def is_masked(numbers: np.ndarray) -> bool:
     """Return whether some numbers are 0 and the others differ, as in a product of a weight and a mask."""
     others = numbers[numbers != 0]
     return 1 < others.size < numbers.size and len(np.unique(others)) > others.size / 2

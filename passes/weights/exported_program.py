@@ -16,17 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import (
-    EXPORTED_CALL,
-    EXPORTED_GRAPH,
-    Evidence,
-    Kind,
-    Layout,
-    Origin,
-    Text,
-    all_of,
-)
+from graphopt.graph.metadata import EXPORTED_CALL, EXPORTED_GRAPH, Text, all_of
 from graphopt.graph.operators import CONVOLUTIONS
+from graphopt.graph.origins import Evidence, Kind, Layout, Origin
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of, redirect
 from passes.weights import evidence, folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
@@ -106,7 +98,6 @@ class Call:
 
     @staticmethod
     def of(node: ir.Node | None) -> Call | None:
-        """Return the call from which a node comes, or None."""
         return _parsed("" if node is None else EXPORTED_CALL.read(node) or "")
 
     @property
@@ -122,7 +113,6 @@ def _parsed(text: str) -> Call | None:
 
 
 def call_of(name: str) -> str:
-    """Return the call for which a value is named."""
     return re.sub(r"_\d+$", "", name)
 
 
@@ -145,7 +135,6 @@ class ExportedProgram:
         self.outputs = re.findall(r"^(\w+): \w+", outputs, re.MULTILINE)
 
     def is_parameter(self, path: str) -> bool:
-        """Return whether the program has a parameter with this path."""
         return self.kinds.get(path) is Kind.PARAMETER
 
     def folded_from(self, value: ir.Value) -> tuple[str, ...]:
@@ -182,7 +171,6 @@ class ExportedProgram:
         return len(others) < len(read) and any(not self.known().issuperset(names) for names in others)
 
     def calls(self) -> list[tuple[Call, list[ir.Node]]]:
-        """Return the calls, each with the nodes that come from it."""
         groups: dict[tuple[ir.Graph | None, Call], list[ir.Node]] = defaultdict(list)
         for node in self.model.graph.all_nodes():
             if (call := Call.of(node)) is not None:
@@ -440,7 +428,7 @@ def keep_zeros(program: ExportedProgram) -> None:
     for value in weights_in(program.model):
         calls, sources = set(program.calls_of(value)), program.sources(value)
         masked = "mul" in calls and (len(program.parameters_of(value)) < len(sources) or calls & _MASKING)
-        if program.parameters_of(value) and (masked or calls & _CUTTING) and evidence.is_sparse(array(value)):
+        if program.parameters_of(value) and (masked or calls & _CUTTING) and evidence.is_masked(array(value)):
             ZEROS_STAY.set(value)
 
 

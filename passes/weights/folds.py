@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Copy
 from graphopt.graph.original import note_fold
+from graphopt.graph.origins import Copy
 from graphopt.graph.values import like, name_of
 from passes.differentiate import stop_gradient
 from passes.weights.initializers import array, register, replace_by

@@ -66,6 +66,5 @@ def register(
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """Return a name, or a similar one, that is not taken."""
     names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
     return next(candidate for candidate in names if candidate not in taken)

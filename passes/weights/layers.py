@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import Origin
 from graphopt.graph.operators import LAYOUT, PRODUCTS
+from graphopt.graph.origins import Origin
 from graphopt.graph.rewriting import Pattern, matches, names_of, selects
 
 _ENDS = {".bias": ".weight", ".in_proj_bias": ".in_proj_weight"}

@@ -24,9 +24,9 @@ from graphopt.graph.metadata import (
     STORED_AS,
     STORED_TYPE,
     InferenceForm,
-    Origin,
     Text,
 )
+from graphopt.graph.origins import Origin
 from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized, is_dequantized
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.values import constant_of, dtype_of, given, is_floating, like, name_of, producer_of

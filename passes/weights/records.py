@@ -7,7 +7,7 @@ import warnings
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import Evidence, Exported, Kind, Origin
+from graphopt.graph.origins import Evidence, Exported, Kind, Origin
 from graphopt.graph.values import name_of
 from passes.weights.initializers import literals_in, weights_in
 

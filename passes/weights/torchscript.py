@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import Evidence, Kind, Layout, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, RECURRENT
+from graphopt.graph.origins import Evidence, Kind, Layout, Origin
 from graphopt.graph.values import name_of
 from passes.weights import evidence, folds, zeros
 from passes.weights.initializers import array, is_weight, register, weights_in
@@ -102,7 +102,6 @@ class ExportedModule:
         return ".".join(path)
 
     def _has(self, path: Sequence[str]) -> bool:
-        """Return whether a parameter has a path."""
         return ".".join(path) in self._parents
 
     def paths(self, nodes: Iterable[ir.Node]) -> set[str]:
@@ -207,7 +206,7 @@ def keep_zeros(module: ExportedModule) -> dict[str, Origin]:
     model = module.model
     for value in weights_in(model):
         name = name_of(value)
-        if is_generated(name) and zeros.is_factor(value) and evidence.is_sparse(array(value)):
+        if is_generated(name) and zeros.is_factor(value) and evidence.is_masked(array(value)):
             ZEROS_STAY.set(value)
             why = f"computed by the exporter from parameters{_of(module, value.consumers()[:1])}"
             restored[name] = Origin(Kind.COMPUTED, why, certain=False, by_exporter=True)
@@ -245,7 +244,6 @@ def origin_of(value: ir.Value, module: ExportedModule) -> Origin | None:
 
 
 def _is_named(node: ir.Node) -> bool:
-    """Return whether the exporter named a node."""
     return bool(re.match(r"/|[A-Z]\w*_\d+$", node.name or ""))
 
 
@@ -338,5 +336,4 @@ def _of(module: ExportedModule, nodes: Iterable[ir.Node]) -> str:
 
 
 def _first(module: ExportedModule, nodes: Iterable[ir.Node]) -> str:
-    """Return the path of the first node that has one, or ""."""
     return next((path for node in nodes if (path := module.path(node))), "")

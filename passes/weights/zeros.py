@@ -26,7 +26,7 @@ def stay(value: ir.Value, recorded: bool) -> bool:
     return (
         not recorded
         and is_factor(value)
-        and evidence.is_sparse(array(value))
+        and evidence.is_masked(array(value))
         and _share(value) >= _LEAST_PRUNED_SHARE
     )
 

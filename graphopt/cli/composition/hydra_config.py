@@ -208,7 +208,6 @@ class CommandLine:
 
 
 def _classes_of(group: str, options: Sequence[str]) -> list[str]:
-    """Return the classes that options of a group name."""
     configs = (plain_of(OmegaConf.load(RECIPES / group / f"{option}.yaml")) for option in options)
     return [config["_target_"] for config in configs if "_target_" in config]
 

@@ -359,7 +359,7 @@ class Recipe:
                     f"{name}: expected an inference model, found a training graph: name the model that it was made of, "
                     "or trained.onnx of its run"
                 )
-            provenance.note(model, Path(name), {})
+            provenance.note_source(model, Path(name), {})
             return Columns.without(model)
         inputs = {name: x for name, x in self.data.inputs().items() if name not in self.data.spare}
         if len(inputs) != 1:

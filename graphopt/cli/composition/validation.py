@@ -21,7 +21,7 @@ from graphopt.data.files import EXPANSION, check_ending
 from graphopt.data.language.tokenizer import BESIDE
 from graphopt.data.tables import check_description
 from graphopt.errors import GraphoptError, unknown
-from graphopt.fields import alternatives, hints, read
+from graphopt.fields import alternatives, hints, read_value
 from graphopt.files import Access, ReadPath, WritePath
 from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
@@ -207,7 +207,7 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
     for key, target in PLAIN.items():
         check_fields(target, parts[key], key, _ADDED.get(key, ()))
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
-        check(models if key == "models" else fields[key], str(key), command_line.trust, added)
+        check_node(models if key == "models" else fields[key], str(key), command_line.trust, added)
     _check_own(fields)
     check_ending("predictions", fields["predictions"])
     for field, most in _LARGEST_NUMBERS.items():
@@ -386,7 +386,7 @@ def check_new_logs(callbacks: Fields, folder: Path, command_line: CommandLine, i
                 raise _elsewhere(field, "a new file in the run's folder", path, place)
 
 
-def check(node: object, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
+def check_node(node: object, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
     """Raise an error if a part of a recipe names code that is neither listed nor trusted, or has invalid fields.
 
     `trust` names packages and modules whose code recipes may also name; `added` has the fields that the caller adds to
@@ -394,10 +394,10 @@ def check(node: object, path: str, trust: Sequence[str], added: Mapping[str, Seq
     """
     if isinstance(node, list):
         for i, value in enumerate(node):
-            check(value, f"{path}[{i}]", trust, added)
+            check_node(value, f"{path}[{i}]", trust, added)
     elif isinstance(node, Mapping):
         for key, value in node.items():
-            check(value, f"{path}.{key}", trust, added)
+            check_node(value, f"{path}.{key}", trust, added)
         if TARGET_KEY in node:
             target = resolve(node[TARGET_KEY], path, trust)
             fields = {name: value for name, value in node.items() if name != TARGET_KEY}
@@ -531,7 +531,7 @@ def resolve(name: object, path: str, trust: Sequence[str] = ()) -> Any:
     raise _untrusted(name, f"{path}.{TARGET_KEY}")
 
 
-def given(path: str) -> Sequence[str]:
+def added_arguments(path: str) -> Sequence[str]:
     """Return the arguments that the command adds to those of a part of the recipe."""
     return _ADDED.get(path, ())
 
@@ -663,7 +663,7 @@ def _fits(value: object, hint: object, trust: Sequence[str]) -> bool:
             raise TypeError
 
     try:
-        read(value, hint, other)
+        read_value(value, hint, other)
     except TypeError:
         return False
     except ValueError:  # of what is refused elsewhere: a list's length by its class, a name by `check`

@@ -134,8 +134,7 @@ def frozen_part(pipeline: Pipeline, model: ir.Model) -> ir.Model:
         return cut_features(pipeline(model))[0]
 
 
-def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
-    """Return the features of rows, a row for each."""
+def features_of_rows(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
     (read,) = frozen.graph.inputs
     dims, dtype = dims_of(read), dtype_of(read).numpy()
     size = dims[0] if isinstance(dims[0], int) else TOGETHER

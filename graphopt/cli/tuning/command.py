@@ -26,7 +26,7 @@ from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT,
 from graphopt.cli.tuning.classes import first_output, propose_logits
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
-from graphopt.cli.tuning.proposal import HEAD_RATE, VALIDATION_LOSS, Proposal, listed, quoted
+from graphopt.cli.tuning.proposal import HEAD_RATE, VALIDATION_LOSS, Proposal, list_text, quoted
 from graphopt.cli.tuning.recordings import of_recordings
 from graphopt.cli.words import TUNE, names_model, reader_of
 from graphopt.data.dataset import TARGET
@@ -225,7 +225,7 @@ def _deeper(head: Path, proposed: Proposal) -> Proposal:
         "optimizer.learning_rate": rate,
     }
     again = Proposal({**said, **own}, fields)
-    again.fields["parameters.pattern"] = listed([glob.escape(name) for name in names])
+    again.fields["parameters.pattern"] = list_text([glob.escape(name) for name in names])
     again.fields.pop("fit.cache_features", None)
     if not is_all:
         again.cache()

@@ -19,7 +19,7 @@ from graphopt.cli.tuning.classes import (
     EPOCHS,
     PATIENCE,
     describe,
-    features_of,
+    features_of_rows,
     freed,
     frozen_part,
     head_of,
@@ -42,7 +42,7 @@ _CHANNELS: dict[Literal["NCHW", "NHWC"], int] = {"NCHW": 1, "NHWC": 3}  # the ax
 
 
 @dataclass(frozen=True)
-class Form:
+class _Form:
     """Describe arrays of images."""
 
     layout: Literal["NCHW", "NHWC"]
@@ -54,7 +54,6 @@ class Form:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of a row."""
         return (self.channels, *self.size) if self.layout == "NCHW" else (*self.size, self.channels)
 
     def of_channels(self, numbers: list[float]) -> np.ndarray:
@@ -114,7 +113,7 @@ def _input(file: Path, model: ir.Model) -> ir.Value:
     return inputs[0]
 
 
-def _form(proposed: Proposal, file: Path, model: ir.Model, x: ir.Value, notes: Notes) -> Form:
+def _form(proposed: Proposal, file: Path, model: ir.Model, x: ir.Value, notes: Notes) -> _Form:
     """Return the form of images that a model declares, or the only one that it runs on.
 
     A file that declares its channels, [N, 3, H, W], also runs on images that are 3 pixels high: its layout is declared.
@@ -131,7 +130,7 @@ def _form(proposed: Proposal, file: Path, model: ir.Model, x: ir.Value, notes: N
     return runs[0]
 
 
-def _forms(proposed: Proposal, x: ir.Value, notes: Notes) -> Iterator[Form]:
+def _forms(proposed: Proposal, x: ir.Value, notes: Notes) -> Iterator[_Form]:
     """Yield the forms of images that the shape of an input leaves open."""
     said, dims, size = proposed.said, dims_of(x), notes.size or OPEN_SIZE
     if "data.size" in said:
@@ -150,10 +149,10 @@ def _forms(proposed: Proposal, x: ir.Value, notes: Notes) -> Iterator[Form]:
             fits = dims[axis] == channels or not isinstance(dims[axis], int)
             is_said = said.get("data.layout", layout) == layout
             if fits and is_said and said.get("data.channels", str(channels)) == str(channels):
-                yield Form(layout, channels, (height, width))
+                yield _Form(layout, channels, (height, width))
 
 
-def _runs(model: ir.Model, x: ir.Value, form: Form) -> bool:
+def _runs(model: ir.Model, x: ir.Value, form: _Form) -> bool:
     """Return whether the runtime runs a model on images of a form."""
     rows = dims_of(x)[0]
     if math.prod(form.shape) > MOST_NUMBERS:
@@ -170,7 +169,7 @@ def _runs(model: ir.Model, x: ir.Value, form: Form) -> bool:
 def _pixels(
     proposed: Proposal,
     frozen: Callable[[], ir.Model],
-    form: Form,
+    form: _Form,
     rows: Dataset,
     notes: Notes,
     said: str | None,
@@ -186,7 +185,7 @@ def _pixels(
         drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
         pixels, part = rows.arrays["x"][drawn], frozen()
         features = {
-            word: features_of(part, (pixels - form.of_channels(mean)) / form.of_channels(scale))
+            word: features_of_rows(part, (pixels - form.of_channels(mean)) / form.of_channels(scale))
             for word, (mean, scale) in PIXELS.items()
             if form.channels % len(mean) == 0
         }

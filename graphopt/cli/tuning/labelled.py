@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from graphopt.cli.tuning.classes import describe, head_of, propose_logits
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import Proposal, listed, quoted
+from graphopt.cli.tuning.proposal import Proposal, list_text, quoted
 from graphopt.data import labelled_text
 from graphopt.data.dataset import TARGET
 from graphopt.data.language.labelled import LABEL, TEXT
@@ -85,7 +85,7 @@ def of_labelled_text(
     else:
         _of_numbers(proposed, file, model, data, np.asarray(rows.arrays[TARGET]))
     if "adapter" in proposed.fields:
-        proposed.fields["parameters.unfreeze"] = listed(["*"])
+        proposed.fields["parameters.unfreeze"] = list_text(["*"])
     for name in ("fit.cache_features", "adapter.standardize"):  # of frozen layers
         proposed.fields.pop(name, None)
     proposed.fields |= {"optimizer.learning_rate": RATE, "fit.batch_size": TOGETHER}
@@ -105,7 +105,7 @@ def _of_numbers(proposed: Proposal, file: Path, model: ir.Model, data: Path, tar
             propose_logits(proposed, output)
             proposed.lines["head"] = f"{found} classes, by number, as in the file"
         else:
-            proposed.fields["data.labels"] = listed(labels)
+            proposed.fields["data.labels"] = list_text(labels)
             head_of(proposed, model, labels, Notes.of(file, model).labels or [])
         return
     proposed.fields["loss"] = "mean_squared_error"

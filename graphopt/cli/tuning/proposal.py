@@ -70,7 +70,7 @@ class Proposal:
         if grow:
             self.fields["adapter.grow"] = "true"
         if labels is not None:
-            self.fields["data.labels"] = listed(labels)
+            self.fields["data.labels"] = list_text(labels)
 
 
 def quoted(text: str) -> str:
@@ -85,6 +85,6 @@ def quoted(text: str) -> str:
     return str(QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes())
 
 
-def listed(texts: Sequence[str]) -> str:
+def list_text(texts: Sequence[str]) -> str:
     """Return texts as a list that Hydra reads."""
     return f"[{','.join(map(quoted, texts))}]"

@@ -118,7 +118,6 @@ class ChatTemplate:
         return plain, spans
 
     def _rendered(self, chats: Sequence[Message], lines: Sequence[int] = ()) -> list[str]:
-        """Return the text of each chat."""
         if not chats:
             return []
         asked = {"template": self._text, "variables": self._variables, "marks": self._marks, "chats": chats}
@@ -137,7 +136,6 @@ class ChatTemplate:
 
 
 def _messages(chat: Message) -> list[Message]:
-    """Return all messages of a chat."""
     return [*chat[MESSAGES]] if MESSAGES in chat else [*chat[PROMPT], *chat[COMPLETION]]
 
 

@@ -94,7 +94,6 @@ def _stream(pieces: Pieces, length: int, source: str) -> dict[str, Array]:
 
 
 def _split_document(tokens: np.ndarray, counted: np.ndarray, length: int) -> Pieces:
-    """Return a document in pieces."""
     starts = range(0, len(tokens), length)
     return [(tokens[i : i + length], counted[i : i + length]) for i in starts]
 

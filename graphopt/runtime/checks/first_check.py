@@ -46,9 +46,9 @@ from graphopt.runtime.checks.slopes import (
     Slope,
     Verdict,
     agree_at_once,
-    dot,
+    are_finite,
     dot_along,
-    is_finite,
+    inner_product,
     norm_of,
     slope_along,
     typical_sizes,
@@ -121,7 +121,7 @@ class FirstCheck:
                 write_note(ROOM, note, {"difference": message, "findings": [str(x) for x in table.findings]})
             _log.info("checked the first step in %.3f s", time.perf_counter() - begun)
             give_back()
-        provenance.forget(self._model)
+        provenance.forget_source(self._model)
         if message:
             raise Disagreement(message)
 
@@ -269,12 +269,12 @@ class _Step:
             self._session = Session(device, whole, optimized=False)
         self._whole = whole
         for name in self.forward.gradients:
-            if not is_finite(state[name]):
+            if not are_finite(state[name]):
                 self.forward.unchecked[name] = "it has numbers that are not finite"
         for jitter in (True, False):  # beside a kink that parameters are at exactly
             self.state = self._moved(state) if jitter else state
             self.outputs = self.run(self.state)
-            self._is_finite = all(is_finite(x) for x in self.outputs.values() if x.dtype.kind == "f")
+            self._is_finite = all(are_finite(x) for x in self.outputs.values() if x.dtype.kind == "f")
             if self._is_finite:
                 break
         self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
@@ -293,7 +293,7 @@ class _Step:
     def findings(self, origin: provenance.Provenance | None) -> Iterator[Finding]:
         """Yield what is found about the gradient and the update."""
         shown = (*self.gradients.values(), self.outputs[self.forward.loss])
-        if not (self._is_finite or all(map(is_finite, shown))):
+        if not (self._is_finite or all(map(are_finite, shown))):
             yield Finding("gradient", "all", "not checked", reason="the loss or a gradient is not finite")
             return
         for name, reason in self.forward.unchecked.items():
@@ -328,7 +328,6 @@ class _Step:
 
     @property
     def loss(self) -> float:
-        """Return the loss of the step."""
         return float(self.outputs[self.forward.loss])
 
     @functools.cached_property
@@ -584,14 +583,13 @@ def _periodic(operation: np.ufunc, x: np.ndarray, numbers: np.ndarray) -> np.nda
 
 
 def _inner(gradients: Arrays, direction: Direction) -> float:
-    """Return the inner product of gradients and a direction."""
     return sum(dot_along(gradients[name], d) for name, d in direction.items())
 
 
 def _square(d: np.ndarray | Entries) -> float:
     """Return the squared length of a part of a direction."""
     numbers = d.numbers if isinstance(d, Entries) else d
-    return dot(numbers, numbers)
+    return inner_product(numbers, numbers)
 
 
 def _difference(finding: Finding) -> float:

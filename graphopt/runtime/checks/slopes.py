@@ -94,7 +94,7 @@ def wide(x: np.ndarray) -> np.ndarray:
     return x if x.dtype.itemsize >= 4 else x.astype(np.float32)
 
 
-def dot(x: np.ndarray, y: np.ndarray) -> float:
+def inner_product(x: np.ndarray, y: np.ndarray) -> float:
     """Return the inner product of two arrays, without the threads of a library, which would spin later.
 
     Chunks are added in their own type, which takes a fifth of the time, and in float64 where its range may not do.
@@ -111,7 +111,7 @@ def dot(x: np.ndarray, y: np.ndarray) -> float:
 
 def dot_along(x: np.ndarray, d: np.ndarray | Entries) -> float:
     """Return the inner product of an array and a part of a direction."""
-    return dot(x.ravel()[d.where], d.numbers) if isinstance(d, Entries) else dot(x, d)
+    return inner_product(x.ravel()[d.where], d.numbers) if isinstance(d, Entries) else inner_product(x, d)
 
 
 def move_along(x: np.ndarray, d: np.ndarray | Entries, step: float, out: np.ndarray) -> np.ndarray:
@@ -127,10 +127,10 @@ def move_along(x: np.ndarray, d: np.ndarray | Entries, step: float, out: np.ndar
 
 def norm_of(x: np.ndarray) -> float:
     """Return the Euclidean norm of an array."""
-    return math.sqrt(dot(x, x))
+    return math.sqrt(inner_product(x, x))
 
 
-def is_finite(x: np.ndarray) -> bool:
+def are_finite(x: np.ndarray) -> bool:
     """Return whether all numbers of an array are finite. A sum tells it sooner, unless it overflows."""
     with np.errstate(over="ignore", invalid="ignore"):
         return math.isfinite(x.sum()) or bool(np.isfinite(x).all())

@@ -16,7 +16,7 @@ from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE
 from graphopt.graph.traversal import ancestors, extracted_model
 from graphopt.graph.values import constant_of, name_of, next_of
 from graphopt.runtime.checks.findings import Finding
-from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_of, wide
+from graphopt.runtime.checks.slopes import SINGLE, Arrays, are_finite, inner_product, norm_of, wide
 
 UPDATE_SAMPLE = 2**14  # numbers of a parameter that are compared if the update of one reads no others
 
@@ -262,14 +262,14 @@ class Updates:
             kinds: the parameter, under the empty name, and its slots before and after the step.
             share: that of the parameter in its average.
         """
-        from passes.optimizers.reference import UPDATES, WHOLE, decoded, update_of
+        from passes.optimizers.reference import UPDATES, WHOLE, slot_numbers, update_of
 
         own = update_of(optimizer, self._parameters[name])
         norm = self._norms[name]
         before, after = kinds
         if own is None or "" not in after:
             return _unchecked(f"no formula of {type(optimizer).__name__} is known", name, norm)
-        if not is_finite(before[""]):
+        if not are_finite(before[""]):
             return _unchecked("it has numbers that are not finite", name, norm)
         if after[""].dtype.itemsize < 4:
             return _unchecked("its numbers have 16 bits", name, norm)
@@ -280,7 +280,7 @@ class Updates:
             """Return the numbers of a slot that are compared, and what rounding to 8 bits may change."""
             gap: np.ndarray | float = 0.0
             if f"{kind}_absmax" in known:
-                x, gap = decoded(x, known[f"{kind}_absmax"], g.shape, kind not in rule.unsigned)
+                x, gap = slot_numbers(x, known[f"{kind}_absmax"], g.shape, kind not in rule.unsigned)
             if stride > 1 and x.size == g.size:
                 x, gap = x.ravel()[::stride], gap if isinstance(gap, float) else gap.ravel()[::stride]
             return x.astype(np.float64), gap
@@ -315,7 +315,7 @@ def _unchecked(reason: str, name: str = "all", norm: float | None = None) -> Fin
 
 def _stays_finite(old: np.ndarray, new: np.ndarray) -> bool:
     """Return whether a step makes no number of a state infinite or NaN that was finite."""
-    return new.dtype.kind != "f" or is_finite(new) or is_finite(new[np.isfinite(old)])
+    return new.dtype.kind != "f" or are_finite(new) or are_finite(new[np.isfinite(old)])
 
 
 def _by_owner(state: Arrays) -> dict[str, Arrays]:
@@ -336,5 +336,5 @@ def _compared(
     lengths = [norm_of(x) for x in (expected, found)]
     off = norm_of(found - expected) - slack
     verdict = "agrees" if off <= 1e-3 * lengths[0] else "differs"
-    along = dot(found, expected) / lengths[0] if lengths[0] else lengths[1]
+    along = inner_product(found, expected) / lengths[0] if lengths[0] else lengths[1]
     return Finding("update", name, verdict, lengths[0], along, norm, rule)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import read_regular, write, write_folder
-from graphopt.graph.storage import identity, skeleton, whole
+from graphopt.graph.storage import identity_of, skeleton, whole
 from graphopt.graph.values import tensor_bytes
 from graphopt.runtime.checks.slopes import Arrays
 from graphopt.targets.native.cache import cache_folder
@@ -40,7 +40,7 @@ def machine() -> str:
 
 def digest_of(models: Iterable[ir.Model], sources: Iterable[Path], facts: object) -> str:
     """Return a hash of graphs, of the code that compares them, and of other facts on which a verdict depends."""
-    parts = [*(identity(model)[0] for model in models), *(path.read_bytes() for path in sources)]
+    parts = [*(identity_of(model)[0] for model in models), *(path.read_bytes() for path in sources)]
     return hashlib.sha256(b"\0".join([*parts, repr(facts).encode()])).hexdigest()[:32]
 
 

@@ -42,12 +42,15 @@ class Cpu(Provider):
         is_rounded = self.on_cpu and obstacle(self.precision) is None
         return UNITS.get(self.precision) if is_rounded else None
 
-    def precision_obstacle(self, native: bool | str | None) -> str | None:
-        is_lowered = self.precision != "highest" and self.on_cpu and native
-        return obstacle(self.precision) if is_lowered else super().precision_obstacle(native)
+    def precision_obstacle(self, compiles: bool) -> str | None:
+        is_lowered = self.precision != "highest" and compiles
+        return obstacle(self.precision) if is_lowered else super().precision_obstacle(compiles)
+
+    def _frees(self, low_memory: bool) -> bool:
+        return low_memory and self.on_cpu
 
     def add_own(self, options: onnxruntime.SessionOptions, *, captures: bool, low_memory: bool) -> None:
-        if low_memory and self.on_cpu:
+        if self._frees(low_memory):
             share_arena(self.ort, options)
             # Shape nodes run first, so that no value lives on for its shape alone.
             options.execution_order = self.ort.ExecutionOrder.PRIORITY_BASED
@@ -59,7 +62,7 @@ class Cpu(Provider):
         return {name: self.options.threads} if name and self.options.threads else {}
 
     def run_options(self, *, low_memory: bool) -> onnxruntime.RunOptions | None:
-        if not low_memory or not self.on_cpu:
+        if not self._frees(low_memory):
             return None
         options = self.ort.RunOptions()
         options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")

@@ -39,7 +39,7 @@ class Cuda(Provider):
         chosen = {**self.own_options(), **(self.options.provider_options or {})}
         return None if chosen["use_tf32"] in (0, "0") else 2.0**-10
 
-    def precision_obstacle(self, native: bool | str | None) -> str | None:
+    def precision_obstacle(self, compiles: bool) -> str | None:
         return None
 
     def own_options(self, captures: bool = False) -> dict[str, object]:

@@ -162,11 +162,11 @@ class Provider:
         """Return the rounding of operands in products of float32 numbers; None without rounding."""
         return None
 
-    def precision_obstacle(self, native: bool | str | None) -> str | None:
+    def precision_obstacle(self, compiles: bool) -> str | None:
         """Return why products run in a higher precision than they may; None if they do not.
 
         Args:
-            native: whether steps may run in kernels.
+            compiles: whether steps may run in kernels.
         """
         if self.precision == "highest":
             return None
@@ -277,7 +277,6 @@ class Provider:
         return self.kind, self.index
 
     def share(self, array: np.ndarray) -> onnxruntime.OrtValue:
-        """Return a value that shares the memory of an array."""
         try:
             return self.ort.OrtValue.ortvalue_from_numpy(array)
         except RuntimeError as error:

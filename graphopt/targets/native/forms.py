@@ -67,7 +67,6 @@ class NodeForms:
         self._of.pop(node, None)
 
     def is_map(self, node: ir.Node | None) -> bool:
-        """Return whether a node is elementwise."""
         form = None if node is None else self.of(node)
         return form is not None and form.kind is NodeKind.MAP
 

@@ -11,9 +11,9 @@ from graphopt.targets.native.channels import ChannelLoops
 from graphopt.targets.native.clusters import Cluster
 from graphopt.targets.native.lanes import LaneLoops
 from graphopt.targets.native.library import Kernel, braced
-from graphopt.targets.native.loops import Loops, indented, size_of, stored_type
+from graphopt.targets.native.loops import Loops, elements_of, indented, stored_type
 from graphopt.targets.native.numbers import Numbers, TaskTotal, scheduled
-from graphopt.targets.native.operators import REDUCTIONS, stored
+from graphopt.targets.native.operators import REDUCTIONS, store_statement
 
 _GRAIN = 16384  # elements of a task
 _LARGE = 2**24  # numbers of all outputs of a graph: with fewer, a cache of tens of megabytes may keep them
@@ -22,7 +22,7 @@ _MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 def has_large_outputs(graph: ir.Graph) -> bool:
     """Return whether no cache keeps a graph's outputs, such as the new state, until the next step."""
-    return sum(size_of(y) for y in graph.outputs if has_sizes(y)) >= _LARGE
+    return sum(elements_of(y) for y in graph.outputs if has_sizes(y)) >= _LARGE
 
 
 def cluster_kernel(cluster: Cluster, *, is_large: bool = False) -> Kernel:
@@ -146,7 +146,7 @@ def _merged(i: int, total: TaskTotal, output: int) -> list[str]:
         f"for (int64_t i = 0; i < a->length{i}; i++) {{",
         f"    {total.operand.ctype} x = a->sum{i}[i];",
         f"    for (int64_t t = 1; t < a->tasks; t++) {{ {step} }}",
-        f"    {stored(total.output.dtype, f'a->out{output}[i]', total.after.format('x'))}",
+        f"    {store_statement(total.output.dtype, f'a->out{output}[i]', total.after.format('x'))}",
         "}",
         f"if ((void *)a->sum{i} != (void *)a->out{output}) free(a->sum{i});",
     ]

@@ -23,7 +23,7 @@ from graphopt.targets.native.numbers import (
     Store,
     TaskTotal,
 )
-from graphopt.targets.native.operators import REDUCTIONS, STORED_TYPES, loaded, stored
+from graphopt.targets.native.operators import REDUCTIONS, STORED_TYPES, loaded, store_statement
 from graphopt.targets.native.space import Axes
 
 
@@ -32,7 +32,7 @@ def stored_type(x: ir.Value) -> str:
     return STORED_TYPES[dtype_of(x)]
 
 
-def size_of(y: ir.Value) -> int:
+def elements_of(y: ir.Value) -> int:
     """Return the number of a value's elements; 0 if it is not known."""
     return math.prod(size if isinstance(size, int) else 0 for size in sizes_of(y))
 
@@ -70,7 +70,7 @@ class VectorLoop:
     def store(self, x: Scalar, place: str, dtype: ir.DataType | None = None) -> None:
         """Store a number in memory, in an array of its C type or of an element type."""
         self.load(x)
-        self.body.append(stored(dtype, place, x.name))
+        self.body.append(store_statement(dtype, place, x.name))
 
     def accumulate(self, how: str, x: Scalar, place: str) -> None:
         """Reduce a number to what lies in memory."""
@@ -191,7 +191,7 @@ class Loops:
             lines += self._in_blocks(loop) if self.has_blocks else loop
         for store in [*numbers.stores_of(ROW), *numbers.stores_of(ALL)]:
             place = f"a->{self.names[store.output]}[{self.offset(store.axes)}]"
-            lines.append(stored(store.output.dtype, place, store.number.name))
+            lines.append(store_statement(store.output.dtype, place, store.number.name))
         return lines
 
     def _in_blocks(self, loop: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from graphopt.graph.metadata import forget_description
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew, is_inferred
 from graphopt.graph.sizes import unify_sizes
-from graphopt.graph.storage import Weights, identity, skeleton
+from graphopt.graph.storage import Weights, identity_of, skeleton
 from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
@@ -44,8 +44,8 @@ from graphopt.targets.native.toolchain import (
     Objects,
     are_compiled,
     build,
+    code_digest,
     compiler,
-    digest_of,
 )
 from graphopt.targets.updates import fold_updates
 
@@ -171,8 +171,8 @@ def _check_kept(kept: Lowered, lowered: Lowered | None) -> None:
 
 def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
     """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
-    content, weights = identity(model)
-    return digest_of(content.hex(), repr(options), str(multiplies_bfloat16()), own_version()), weights
+    content, weights = identity_of(model)
+    return code_digest(content.hex(), repr(options), str(multiplies_bfloat16()), own_version()), weights
 
 
 def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:

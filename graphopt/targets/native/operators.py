@@ -230,6 +230,6 @@ def loaded(dtype: ir.DataType | None, place: str) -> str:
     return f"from_bfloat16({place})" if dtype == ir.DataType.BFLOAT16 else place
 
 
-def stored(dtype: ir.DataType | None, place: str, number: str) -> str:
+def store_statement(dtype: ir.DataType | None, place: str, number: str) -> str:
     """Return the C statement that stores a number in memory; it is one of the type."""
     return f"{place} = {f'to_bfloat16({number})' if dtype == ir.DataType.BFLOAT16 else number};"

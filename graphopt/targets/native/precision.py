@@ -66,7 +66,7 @@ def _may_use_tiles() -> bool:
     return libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
-def described(precision: str) -> str:
+def precision_in_words(precision: str) -> str:
     """Describe in one line how kernels multiply on this machine."""
     reason = obstacle(precision)
     if reason is not None:

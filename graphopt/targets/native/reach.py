@@ -35,7 +35,6 @@ class Reach:
         return not between & ~inside & ~(1 << i)
 
     def leads(self, node: ir.Node, others: Iterable[ir.Node]) -> bool:
-        """Return whether a node leads to one of others."""
         after = self._after[self._index[node]]
         return any(after >> self._index[other] & 1 for other in others)
 

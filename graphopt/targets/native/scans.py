@@ -37,7 +37,6 @@ def _accepted(node: ir.Node, forms: NodeForms) -> ScanParts | None:
 
 
 def _move_constants_out(scan: ScanParts) -> None:
-    """Move constants out of the body of a Scan."""
     for node in list(scan.body):
         is_constant = node.domain == "" and node.op_type in LITERALS
         if is_constant and not any(x is not None and x.graph is scan.body for x in node.inputs):

@@ -102,7 +102,7 @@ def are_compiled(parts: Sequence[str]) -> bool:
 
 
 def _object_of(source: str, flags: Sequence[str]) -> str:
-    return f"{digest_of(source, *flags)}.o"
+    return f"{code_digest(source, *flags)}.o"
 
 
 def build(
@@ -119,7 +119,7 @@ def build(
         GraphoptError: there is no compiler, or it fails.
     """
     linked = [_object_of(code, PART) for code in parts] + [_object_of(code, _OBJECT) for code in objects]
-    name, folder = f"{digest_of(source, *_LIBRARY, *linked)}.so", cache_folder()
+    name, folder = f"{code_digest(source, *_LIBRARY, *linked)}.so", cache_folder()
     if read_cached(name) is not None:
         return folder / name
     logger.info("compiling for this machine, once for this graph")
@@ -145,7 +145,7 @@ def _compiled(name: str, source: str, flags: Sequence[str], objects: Sequence[Pa
         return write_cached(name, content)
 
 
-def digest_of(*texts: str) -> str:
+def code_digest(*texts: str) -> str:
     """Return a hash of texts, and of what else compiled code depends on: headers, flags, compiler and processor.
 
     Raises:

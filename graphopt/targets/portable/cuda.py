@@ -20,7 +20,7 @@ from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.bfloat16 import in_float32, is_of_bfloat16
 from graphopt.targets.joining import join_arrays_by_size
 from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
-from graphopt.targets.portable.form import Form, given, sizes_of
+from graphopt.targets.portable.form import Form, given, known_sizes
 
 # Addresses that a kernel takes. More are copied to the device in each step, which a captured graph does not repeat.
 _MOST_ADDRESSES = 32
@@ -76,7 +76,7 @@ def _in_parts(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 def _in_even_parts(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Cut a value into runs of equal parts first: an uneven Split copies a table of positions in each step, too."""
     x, axis = node.inputs[0], node.attributes.get_int("axis", 0)
-    sizes = [shape[axis] if (shape := sizes_of(y)) is not None else None for y in node.outputs]
+    sizes = [shape[axis] if (shape := known_sizes(y)) is not None else None for y in node.outputs]
     if None in sizes or (len(sizes) <= _MOST_ADDRESSES and len(set(sizes)) == 1):
         return None
     parts: list[ir.Value] = []
@@ -138,7 +138,7 @@ def _expanded(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 def _by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Add rows into others by elements: one thread adds a whole row otherwise (512 of 256: 5 us in place of 95)."""
     data, indices, rows = map(given, node.inputs)
-    shape, row = sizes_of(indices), (sizes_of(data) or [])[1:]
+    shape, row = known_sizes(indices), (known_sizes(data) or [])[1:]
     if shape is None or shape[-1] != 1 or node.attributes.get_string("reduction") != "add":
         return None
     if data.dtype != ir.DataType.FLOAT or not row or None in row:
@@ -156,7 +156,7 @@ def _unfolded(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """
     x, w, y = given(node.inputs[0]), given(node.inputs[1]), node.outputs[0]
     group = node.attributes.get_int("group", 1)
-    image, places, kernel = ((sizes_of(value) or [None])[2:] for value in (x, w, y))
+    image, places, kernel = ((known_sizes(value) or [None])[2:] for value in (x, w, y))
     known = [*image, *places, *kernel]
     if not image or None in known or len(node.inputs) > 2 or is_same(node):
         return None

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of
 from graphopt.graph.windows import is_same, window_of
-from graphopt.targets.portable.form import Form, given, sizes_of
+from graphopt.targets.portable.form import Form, given, known_sizes
 
 
 def product_of_shape(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -69,7 +69,7 @@ def average_of_whole_windows(op: Emitter, node: ir.Node) -> Sequence[ir.Value] |
     """
     counted, rounded = (node.attributes.get_int(name, 0) for name in ("count_include_pad", "ceil_mode"))
     x, n = given(node.inputs[0]), len(window_of(node).kernel)
-    sizes, shape = sizes_of(x), sizes_of(node.outputs[0])
+    sizes, shape = known_sizes(x), known_sizes(node.outputs[0])
     if not (counted and rounded) or is_same(node) or sizes is None or shape is None:
         return None
     window, counts, ends = window_of(node), [], []

@@ -14,7 +14,7 @@ from graphopt.graph.values import is_read as is_read
 Form = Callable[[Emitter, ir.Node], Sequence[ir.Value] | None]
 
 
-def sizes_of(x: ir.Value | None) -> list[int | None] | None:
+def known_sizes(x: ir.Value | None) -> list[int | None] | None:
     """Return the size of each axis of a value, None where only a run tells it; None without a known rank."""
     if x is None or x.shape is None:
         return None

@@ -191,7 +191,6 @@ def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
 
 
 def _captions(example: _Example) -> tuple[str, str]:
-    """Return the captions of a picture."""
     name, text = example.measure
     right = "right" if example.expected == example.predicted else f"taken for {example.predicted}"
     is_class = name in ("confidence", "output")

@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.state import LEARNING_RATE, NOISE_KEY, averages, masks
 from graphopt.inspection.words import label_of
 from graphopt.intervals import within
-from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.runtime.steps import NonFiniteLoss
 from graphopt.runtime.tensors import Tensor
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.stopping import Monitor

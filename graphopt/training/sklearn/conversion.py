@@ -35,7 +35,6 @@ _OF_CLASSIFIERS = {
 
 
 def register_converters() -> None:
-    """Register a converter of each estimator."""
     for estimator, parser in ((OnnxClassifier, None), (OnnxRegressor, None), (Trainer, _parse_trainer)):
         skl2onnx.update_registered_converter(
             estimator,

@@ -22,7 +22,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 
 import passes
 from graphopt.data.dataset import TARGET
-from graphopt.derivatives import normalized
+from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.roles import labels_of
 from graphopt.intervals import within
@@ -111,7 +111,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         proto = super()._trained(output, dtype)
         if not self._temperature.log_temperature:
             return proto
-        model = normalized(proto)
+        model = normal_form(proto)
         self._temperature.apply(model)
         return ir.to_proto(model)
 

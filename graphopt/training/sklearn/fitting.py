@@ -40,7 +40,7 @@ from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Record, copied_weights
 from graphopt.training.callbacks.steering import ADAPTIVE_DIVISOR, ADAPTIVE_LEAST_RATE
-from graphopt.training.estimator import FEATURES, Estimator, Structure, digest_of
+from graphopt.training.estimator import FEATURES, Estimator, Structure, file_digest
 from graphopt.training.sklearn import network
 
 RATES = ("constant", "invscaling", "adaptive")
@@ -156,7 +156,6 @@ class EstimatorOptions:
             raise GraphoptError(f"batch_size: expected 'auto', or 1 or more, found {size!r}")
 
     def _optimizer(self) -> object:
-        """Return the optimizer pass."""
         if self.solver == "adam":
             return network.ScikitLearnAdam(1e-3, self.beta_1, self.beta_2, self.epsilon)
         if self.solver == "sgd":
@@ -434,7 +433,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         }
         rows = self._batch_rows()
         chosen = self.device, self.threads, rows, self._planned
-        return Structure(model, digest_of(model), tuple(steps.items()), *chosen)
+        return Structure(model, file_digest(model), tuple(steps.items()), *chosen)
 
     def _batch_rows(self) -> int:
         return _AUTO_BATCH if self.batch_size == "auto" else int(self.batch_size)
@@ -442,7 +441,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     def _same_model(self) -> bytes:
         """Return the model that trains, or raise an error if `model` is another one now."""
         assert self._structure is not None and isinstance(self._structure.model, bytes)
-        if self.model is not None and digest_of(network.serialized(self.model)) != self._structure.digest:
+        if self.model is not None and file_digest(network.serialized(self.model)) != self._structure.digest:
             raise GraphoptError(
                 "model: expected the model that the last fit has trained, found another one, or other weights in it: "
                 "warm_start=False and fit begin with it"

@@ -65,7 +65,6 @@ def perceptron(
 
 
 def _layer_arrays(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the weights and biases of all layers by name."""
     layers = enumerate(zip(weights, biases, strict=True))
     return {
         f"layers.{i}.{kind}": array
@@ -148,7 +147,6 @@ class Interface:
 
 
 def serialized(source: Source) -> bytes:
-    """Return a model as bytes."""
     proto = source if isinstance(source, onnx.ModelProto) else ir.to_proto(load(source))
     return proto.SerializeToString()
 

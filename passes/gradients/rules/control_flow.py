@@ -41,7 +41,7 @@ def if_(
             ends = [(y, like(inner.Identity(dy), y)) for y, dy in zip(branch.outputs, dys, strict=True) if dy]
             gradients = backward(inner, branch, added(inner, ends), wrt)
             finish(inner, branch, [gradients.get(x) or zeros(inner, x) for x in wrt])
-    results = dict(zip(wrt, emit(op, "If", [condition], wrt, **branches), strict=True))
+    results = dict(zip(wrt, _emit(op, "If", [condition], wrt, **branches), strict=True))
     return [None, *(results.get(x) for x in outer)]
 
 
@@ -193,7 +193,7 @@ def loop(
         back.graph.inputs[:0] = [turn, on]
         back.graph.outputs.insert(0, inner.Identity(on))
         back.graph.sort()
-    gradients = emit(
+    gradients = _emit(
         op,
         "Loop",
         [count, None, *(dys[i] or zeros(op, inputs[i]) for i in states), *(zeros(op, x) for x in back.outer)],
@@ -253,7 +253,7 @@ def emit_scan(
     """Emit a Scan whose outputs have the types of `models`; those of all steps are stacked in the `ways`."""
     stacked = dict(zip(("scan_output_axes", "scan_output_directions"), zip(*ways, strict=True), strict=False))
     body.inputs.extend(x for x, *_ in sequences)
-    return emit(
+    return _emit(
         op,
         "Scan",
         [*states, *(sequence for _, sequence, *_ in sequences)],
@@ -266,7 +266,7 @@ def emit_scan(
     )
 
 
-def emit(
+def _emit(
     op: Emitter, op_type: str, inputs: Sequence[Value | None], models: Iterable[Value], **attributes: object
 ) -> list[Value]:
     """Emit a node with bodies whose outputs have the types of `models`."""

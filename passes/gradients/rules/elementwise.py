@@ -211,7 +211,6 @@ def dynamic_quantize_linear(op: Emitter, x: Value) -> list[Value]:
 
 
 def stretched(op: Emitter, scale: Value, x: Value, axis: int, block_size: int) -> Value:
-    """Return the scale of each element of `x`."""
     if rank(scale) == 0:
         return scale
     ones = op.ConstantOfShape(op.shape_of(x), value=ir.tensor([1], dtype=ir.DataType.INT8))

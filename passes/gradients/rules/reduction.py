@@ -20,7 +20,7 @@ from graphopt.graph.values import constant_of, dims_of, dtype_of, rank
 from passes.gradients.registry import UNIFORM, Active, Gradients, rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import reshape_like
-from passes.gradients.walk import further_output, is_uniform, spread, zeros
+from passes.gradients.walk import broadcast_to, further_output, is_uniform, zeros
 
 # What a rule needs to reduce as the operator does: its input `axes`, its `noop_with_empty_axes`, and `keepdims=1`.
 Along = dict[str, Any]
@@ -79,7 +79,7 @@ def reduction(
     if not how["keepdims"] and axes is not None:
         y, dy = (value if is_uniform(value) else op.Unsqueeze(value, axes) for value in (y, dy))
     dx = _REDUCTIONS[node.op_type](op, x, y, dy, along)
-    return [dx if is_uniform(dx) else spread(op, dx, x)]
+    return [dx if is_uniform(dx) else broadcast_to(op, dx, x)]
 
 
 UNIFORM.update([("", "ReduceSum"), ("", "ReduceMean")])
@@ -98,7 +98,7 @@ def standardized(op: Emitter, dz: Value, z: Value, inverse: Value, axes: list[in
 
 
 @rule("LayerNormalization")
-def layer_normalization(
+def _layer_normalization(
     op: Emitter, dy: Input, x: Value, scale: Value, *bias: Value, dys: list[Input], node: Node, **how: Any
 ) -> Gradients:
     """Reuse the mean and deviation from the node's further outputs if they have the precision of `x`."""
@@ -134,7 +134,7 @@ def instance_normalization(
 
 
 @rule("BatchNormalization")
-def batch_normalization(
+def _batch_normalization(
     op: Emitter,
     dy: Input,
     x: Value,
@@ -166,7 +166,7 @@ def batch_normalization(
         return [dx, *rest, *(dstatistic and dstatistic * momentum for dstatistic in further)]
     assert dy is not None
     if OF_BATCH.is_set(node):
-        return of_batch(op, dy, x, scale, mean, variance, epsilon)
+        return _of_batch(op, dy, x, scale, mean, variance, epsilon)
     zero, ones = filled(op, 0.0, scale), filled(op, 1.0, scale)
     z = op.BatchNormalization(x, ones, zero, mean, variance, epsilon=epsilon)
     dx = op.BatchNormalization(dy, scale, zero, zero, variance, epsilon=epsilon)
@@ -177,7 +177,7 @@ def batch_normalization(
     return [dx, dscale, dbias, -scale * inverse * dbias, -0.5 * scale * inverse * inverse * dscale]
 
 
-def of_batch(
+def _of_batch(
     op: Emitter, dy: Value, x: Value, scale: Value, mean: Value, variance: Value, epsilon: float
 ) -> Gradients:
     """Differentiate through the batch statistics, which have no gradients of their own: per channel, as `standardized`.

@@ -30,7 +30,6 @@ def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
 
 
 def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
-    """Return the elements of an axis."""
     parts = [x] if count == 1 else op.Split(x, num_outputs=count, axis=axis, _outputs=count)
     return [op.Squeeze(part, [axis]) for part in parts]
 

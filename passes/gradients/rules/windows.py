@@ -21,7 +21,7 @@ from graphopt.graph.windows import Window, is_same, pad_mode, padded_window, win
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import constant_size, indices_along, positions, reshape_like, scatter_back
-from passes.gradients.walk import further_output, spread
+from passes.gradients.walk import broadcast_to, further_output
 
 _MOST_TAPS = 2**20  # of a window whose elements have scores: float32 numbers tell them apart
 
@@ -65,7 +65,7 @@ def without_pads(op: Emitter, dx: Value, x: Value, begin: Value | None) -> Value
     return like(op.Slice(dx, begin, begin + op.shape_of(x, 2), list(range(2, rank(x)))), x)
 
 
-def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group: int = 1) -> Value:
+def _transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group: int = 1) -> Value:
     """Return the gradient of a convolution's input, in the spatial sizes of `x`.
 
     If strides and an unknown size hide which part of the input the windows reach, emit a larger gradient and crop it.
@@ -141,7 +141,7 @@ def conv(
     op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int
 ) -> Gradients:
     window, inner, begin = padded(op, x, node, w)
-    dx = without_pads(op, transposed(op, window, dy, w, inner, group), x, begin)
+    dx = without_pads(op, _transposed(op, window, dy, w, inner, group), x, begin)
     return [dx, correlation(op, window, inner, dy, w, group), _by_channel(op, dy, bias)]
 
 
@@ -254,7 +254,7 @@ def average_pool(
     else:  # SAME pads make all windows whole
         share = dy / float(window.taps)
         if not count_include_pad:
-            share = share / average(op, window, padded(op, ones_like(op, x), node)[1])
+            share = share / average(op, window, padded(op, _channel_of_ones(op, x), node)[1])
     if tiling(x, node, ceil_mode) is not None:
         return [repeat_window(op, window, share, x)]
     return [without_pads(op, spread_window(op, window, share, inner), x, begin)]
@@ -266,7 +266,7 @@ def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
     planes.shape = ir.Shape([None, 1, *dims_of(dy)[2:]])
     constant_size(*window.kernel)
     ones = op.constant(np.ones([1, 1, *window.kernel]).tolist(), like=dy)
-    return reshape_like(op, transposed(op, window, planes, ones, x), x)
+    return reshape_like(op, _transposed(op, window, planes, ones, x), x)
 
 
 def repeat_window(op: Emitter, window: Window, y: Value, x: Value) -> Value:
@@ -306,7 +306,7 @@ def divisor(
         if all(window.reach(i, count) <= size + window.end[i] for i, (size, count) in enumerate(known)):
             return float(window.taps)
     if len(known) < len(axes):
-        return counted(op, window, ones_like(op, x), dy, ceil_mode, count_include_pad)
+        return _counted(op, window, _channel_of_ones(op, x), dy, ceil_mode, count_include_pad)
     counts = []
     for i, (size, count) in enumerate(known):
         constant_size(count, window.kernel[i])
@@ -326,14 +326,14 @@ def taps_inside(op: Emitter, window: Window, x: Value) -> Value | float:
     return count
 
 
-def ones_like(op: Emitter, x: Value) -> Value:
+def _channel_of_ones(op: Emitter, x: Value) -> Value:
     """Return one channel of ones in the spatial sizes of `x`."""
     ones: Value = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], op.shape_of(x, 2), axis=0))
     ones.shape = ir.Shape([1, 1, *dims_of(x)[2:]])
     return ones
 
 
-def counted(
+def _counted(
     op: Emitter, window: Window, ones: Value, dy: Value, ceil_mode: int, count_include_pad: int
 ) -> Value:
     """Return how many ones each window covers, and how many pads if these count, from the sizes at run time."""
@@ -362,7 +362,7 @@ def lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, p: int) -
 
 @rule("GlobalAveragePool")
 def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
-    return [spread(op, dy / op.count(x, range(2, rank(x))), x)]
+    return [broadcast_to(op, dy / op.count(x, range(2, rank(x))), x)]
 
 
 @rule("GlobalMaxPool")

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dims_of, rank
 from graphopt.graph.windows import pad_mode, window_of
-from graphopt.targets.portable.form import Form, given, sizes_of
+from graphopt.targets.portable.form import Form, given, known_sizes
 
 _FIRST = -(2**31)  # the end of a Slice that reaches the first element backwards
 
@@ -83,7 +83,6 @@ def _of_whole_vectors(op: Emitter, node: ir.Node, group: int, of_group: int) -> 
 
 
 def _first_of_groups(op: Emitter, y: ir.Value, group: int, size: int, kept: int) -> ir.Value:
-    """Return the first channels of each group."""
     places = np.arange(group * size).reshape(group, size)[:, :kept]
     result: ir.Value = op.Gather(y, op.constant(places.ravel()), axis=1)
     return result
@@ -133,7 +132,7 @@ def _by_correlation(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Write the ConvTranspose of a volume as a Conv of its elements with zeros between. There is no such kernel."""
     x, w, *bias = node.inputs
     x, w = given(x), given(w)
-    n, kernel = rank(x) - 2, [k for k in (sizes_of(w) or [])[2:] if k is not None]
+    n, kernel = rank(x) - 2, [k for k in (known_sizes(w) or [])[2:] if k is not None]
     if pad_mode(node) != "NOTSET" or "output_shape" in node.attributes or len(kernel) < n:
         return None
     window, more = window_of(node, kernel), node.attributes.get_ints("output_padding", [0] * n)

@@ -13,14 +13,14 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dims_of, dtype_of, rank
 from graphopt.graph.windows import Window, is_same, padded_window
-from graphopt.targets.portable.form import Form, given, is_read, sizes_of
+from graphopt.targets.portable.form import Form, given, is_read, known_sizes
 
 _MOST_COUNTS = 2**20  # numbers of a constant that says how many elements each window has
 
 
 def _windows(node: ir.Node) -> tuple[Window, Window] | None:
     """Return the window of a pool, as given and with pads for a partial one; None if unknown sizes decide pads."""
-    sizes, counts = sizes_of(node.inputs[0]), sizes_of(node.outputs[0])
+    sizes, counts = known_sizes(node.inputs[0]), known_sizes(node.outputs[0])
     window = None if sizes is None else padded_window(node, sizes[2:])
     if sizes is None or window is None:
         return None
@@ -37,7 +37,7 @@ def _windows(node: ir.Node) -> tuple[Window, Window] | None:
 
 def _sums(op: Emitter, window: Window, x: ir.Value) -> ir.Value:
     """Return the sum of each window, by a convolution of each plane with ones, or by a reduction if windows tile it."""
-    sizes = (sizes_of(x) or [])[2:]
+    sizes = (known_sizes(x) or [])[2:]
     parts = [(size or 1) % k for size, k in zip(sizes, window.kernel, strict=True)]
     if window.tiles and None not in sizes and not window.is_padded and not any(parts):
         split = [part for size, k in zip(sizes, window.kernel, strict=True) for part in ((size or 0) // k, k)]
@@ -66,7 +66,7 @@ def _counts(
     with_pads = bool(node.attributes.get_int("count_include_pad", 0))
     if whole == window and (with_pads or not window.is_padded):
         return float(window.taps)
-    sizes = (sizes_of(x) or [])[2:]
+    sizes = (known_sizes(x) or [])[2:]
     if None in sizes:
         if with_pads:
             return None
@@ -159,12 +159,10 @@ def _positions(op: Emitter, window: Window, x: ir.Value) -> ir.Value:
 
 
 def _number(op: Emitter, sizes: ir.Value, i: int) -> ir.Value:
-    """Return one of some sizes as a number of 32 bits."""
     return op.Cast(op.Gather(sizes, op.constant(np.int64(i))), to=ir.DataType.INT32)
 
 
 def _numbers_below(op: Emitter, sizes: ir.Value, i: int) -> ir.Value:
-    """Return the numbers from 0 to below one of some sizes."""
     zero, one = (op.constant(np.int32(number)) for number in (0, 1))
     return op.Range(zero, _number(op, sizes, i), one)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.targets.portable.form import Form, given, sizes_of
+from graphopt.targets.portable.form import Form, given, known_sizes
 
 
 def _product_of_matrices(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -25,7 +25,7 @@ def _without_broadcasting(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | No
     """Leave out the axes of size 1 that an Einsum repeats. The kernel refuses them, or returns wrong numbers."""
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     left, arrow, right = equation.partition("->")
-    sizes = [own for x in node.inputs if (own := sizes_of(x)) is not None]
+    sizes = [own for x in node.inputs if (own := known_sizes(x)) is not None]
     if len(sizes) < len(node.inputs):
         return None
     span = max(len(own) - len(term) + 3 for own, term in zip(sizes, left.split(","), strict=True))

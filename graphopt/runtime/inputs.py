@@ -1,20 +1,78 @@
-"""Compute the numbers that a training graph takes in place of strings, by the file's own nodes."""
+"""Take what calls of an executor are given: tensors by name, hyperparameters among them, and strings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.metadata import Encoders
 from graphopt.graph.roles import FED, Role, set_role, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
-from graphopt.runtime.signature import InputSpec
+from graphopt.runtime.signature import InputSpec, Seen, Signature
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
+
+
+class Inputs:
+    """Take the tensors and the hyperparameters of calls.
+
+    Attributes:
+        signature: what the training graph accepts.
+        encoding: what encodes strings, if the file takes any.
+        values: the inputs to feed in each step by name: data, targets and sample weights.
+    """
+
+    def __init__(self, device: Device, model: ir.Model, buffers: StateBuffers) -> None:
+        self._buffers, fed = buffers, with_role(model, *FED)
+        self.signature = Signature(device, fed)
+        self.encoding = encoding_of(device, model)
+        self.values = {name_of(x): x for x in fed} if self.encoding is None else self.encoding.inputs
+
+    def of_call(
+        self, data: Mapping[str, Tensor] | None, more: Sequence[object], named: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return the tensors of a call by name, with numbers in place of strings.
+
+        Raises:
+            GraphoptError: they have no names.
+        """
+        if type(data) is not dict or more or named:
+            if data is None and not more:
+                data = named
+            elif more or not isinstance(data, Mapping):
+                names = ", ".join(f"{name!r}: ..." for name in self.values)
+                raise GraphoptError(
+                    f"data: expected arrays by the names of the graph's inputs, {{{names}}}, found "
+                    f"{' and '.join(map(kind_of, (data, *more)))}"
+                )
+            elif named:
+                data = {**data, **named}
+        return data if self.encoding is None else self.encoding.encoded(data)
+
+    def separated(self, feeds: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        fed = {name: value for name, value in feeds.items() if name in self._buffers.hyperparameters}
+        tensors = {name: tensor for name, tensor in feeds.items() if name not in fed}
+        return fed, dict(self.signature.completed(tensors))
+
+    def accepted(
+        self, seen: Seen, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], object]
+    ) -> Mapping[str, Tensor]:
+        """Set hyperparameters, check tensors unless they are like the last ones, and return the tensors."""
+        fed: dict[str, Tensor] = {}
+        if feeds not in seen:
+            fed, feeds = self.separated(feeds)
+            if feeds not in seen:
+                check(feeds)
+                seen.add(feeds)
+        self.signature.check_labels(feeds)
+        if fed:
+            self._buffers.feed(fed)
+        return feeds
 
 
 class Encoding:
