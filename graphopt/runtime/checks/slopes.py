@@ -115,9 +115,10 @@ def dot_along(x: np.ndarray, d: np.ndarray | Entries) -> float:
 
 
 def move_along(x: np.ndarray, d: np.ndarray | Entries, step: float, out: np.ndarray) -> np.ndarray:
-    """Write an array that is moved along a part of a direction into `out`: another one, or the part itself."""
+    """Write an array that is moved along a part of a direction into `out`: another one, the part, or the array."""
     if isinstance(d, Entries):
-        np.copyto(out, x)
+        if out is not x:
+            np.copyto(out, x)
         out.reshape(-1)[d.where] += step * d.numbers
     else:
         np.multiply(d, step, out=out, dtype=out.dtype)
@@ -205,9 +206,12 @@ def agree_at_once(
         step = question.step(start, move) if question.found else 2 * MOVED / move
         step = math.copysign(step, question.found)  # uphill along each, so that a factor of all adds up
         for name, d in question.direction.items():
-            x = point[name]
-            out = np.empty_like(x, order="C") if isinstance(d, Entries) or d.dtype != x.dtype else d
-            moved[name] = move_along(moved[name], d, step, out)
+            x = moved[name]
+            if x is not point[name] and isinstance(d, Entries):
+                out = x
+            else:
+                out = np.empty_like(x, order="C") if isinstance(d, Entries) or d.dtype != x.dtype else d
+            moved[name] = move_along(x, d, step, out)
         expected += step * question.found
         allowed = min(allowed, abs(step) * question.allowed)
     found = loss(moved) - start
