@@ -90,7 +90,9 @@ def starts_of_blocks(x: ir.Value, count: int) -> list[int] | None:
     parts = known.get(x, ())
     size = math.prod(_shape(x)) // count if parts else 1
     starts = [start for part in parts for start in range(part.start, part.stop, size)]
-    is_whole = len({part.source for part in parts}) == 1 and all(n % size == 0 for _, *ends in parts for n in ends)
+    is_whole = len({part.source for part in parts}) == 1 and all(
+        n % size == 0 for _, *ends in parts for n in ends
+    )
     return starts if is_whole and len({*starts}) == count else None
 
 
@@ -171,18 +173,17 @@ def _again(op: Emitter, node: ir.Node, y: ir.Value, parts: _Parts) -> ir.Value |
         return None
     sizes = [_shape(source)[0] for source in sources]
     width, is_whole = math.prod(shape[len(rows) :]), sum(sizes) == math.prod(rows)
+    if len(sources) > 1:
+        in_order = len(parts) == len(sources)
+        if not is_whole or (in_order and (behind is not node or len(rows) > 1)):
+            return None
+        if in_order:
+            return like(op.Concat(*sources, axis=0), y) if len(sources) < len(node.inputs) else None
     if (width == 1 and sum(sizes) > _SHORT) or any(n % width for _, *ends in parts for n in ends):
         return None
-    begins = dict(zip(sources, itertools.accumulate(sizes, initial=0), strict=False))
-    indices = np.concatenate(
-        [begins[source] + np.arange(start // width, stop // width) for source, start, stop in parts]
-    )
     if len(sources) > 1:
-        in_order = (np.diff(indices) == 1).all()
-        if not is_whole or (in_order and (behind is not node or len(sources) == len(node.inputs))):
-            return None
         x = op.Concat(*sources, axis=0)
         x.type, x.shape = y.type, ir.Shape([sum(sizes), *shape[len(rows) :]])
-        if in_order:
-            return x
-    return like(op.Gather(x, op.constant(indices.reshape(rows)), axis=0), y)
+    begins = dict(zip(sources, itertools.accumulate(sizes, initial=0), strict=False))
+    ranges = [begins[source] + np.arange(start // width, stop // width) for source, start, stop in parts]
+    return like(op.Gather(x, op.constant(np.concatenate(ranges).reshape(rows)), axis=0), y)

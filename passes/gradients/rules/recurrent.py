@@ -189,12 +189,13 @@ def prepared(
 ) -> tuple[Value, Cell]:
     """Return the input's part of the gates of all steps, with every bias that fits in, and the cell.
 
-    Weights that the graph lays out anew, as those of PyTorch, are multiplied in their own order of gates: `gather_blocks`
-    finds that nothing moves.
+    Weights that the graph lays out anew, as those of PyTorch, are multiplied in their own order of gates, so that
+    `gather_blocks` finds that nothing moves.
     """
     order, n = _order(node.op_type, r), width(r)
-    wb, rb = (None, None) if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
-    w, r, wb, rb = (v if v is None else _reordered(op, v, order) for v in (w, r, wb, rb))
+    biases = [None, None] if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
+    wb, rb = (v and _reordered(op, v, order) for v in biases)
+    w, r = (_reordered(op, v, order) for v in (w, r))
     gates = op.MatMul(x, op.Transpose(w))
     extra: tuple[object, ...] = (r,)
     if node.op_type == "LSTM":
