@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -47,7 +49,7 @@ GATHERED = {
     "whole values of a new axis": (
         f"{PARTS} f = Constant<value_ints=[0]>() m = Concat<axis=0>(p, q) n = Concat<axis=0>(r, s)"
         " a = Unsqueeze(m, f) b = Unsqueeze(n, f) k = Concat<axis=0>(a, b) z = ReduceSum<keepdims=0>(k, f)",
-        ["Reshape", "Reshape", "Concat", "ReduceSum"],
+        ["Unsqueeze", "Unsqueeze", "Concat", "ReduceSum"],
     ),
     "twice": (
         f"{PARTS} m = Concat<axis=0>(q, r) a, b = Split<num_outputs=2>(m) n = Concat<axis=0>(a, b) z = Add(m, n)",
@@ -136,7 +138,9 @@ def test_gates_that_are_laid_out_anew_train_as_in_pytorch(op_type, units, target
         np.testing.assert_allclose(executor.state[name.removesuffix("_l0")], w.detach(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "optimizer", [replace(x, groups=()) for x in OPTIMIZERS], ids=lambda x: type(x).__name__
+)
 @pytest.mark.parametrize("op_type", ["LSTM", "GRU"])
 def test_slots_of_gates_that_are_laid_out_anew_are_those_of_the_plain_step(op_type, optimizer):
     step = compiled(by_gates(op_type), optimizer=optimizer)
