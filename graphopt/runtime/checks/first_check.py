@@ -577,7 +577,7 @@ class _Slopes:
         length = math.sqrt(sum(_square(d) for d in direction.values()))
         least = max(least, 2e-6 * max(self._norms.values()) * length)
         found = _inner(self._step.gradients, direction) if found is None else found
-        return Question(direction, found, least, precision)
+        return Question(direction, found, least, precision, self._sizes)
 
     def _compared(self, asked: Question) -> Slope:
         """Compare slopes; a difference that rounding of the gradient may explain is none."""

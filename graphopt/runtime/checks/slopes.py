@@ -100,10 +100,11 @@ def dot(x: np.ndarray, y: np.ndarray) -> float:
     Chunks are added in their own type, which takes a fifth of the time, and in float64 where its range may not do.
     """
     x, y = x.ravel(), y.ravel()
-    count = x.size - x.size % CHUNK
-    with np.errstate(all="ignore"):
-        chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, CHUNK) for z in (x, y)))
-    total = float(chunks.sum(dtype=np.float64))
+    count, total = x.size - x.size % CHUNK, 0.0
+    if count:
+        with np.errstate(all="ignore"):
+            chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, CHUNK) for z in (x, y)))
+        total = float(chunks.sum(dtype=np.float64))
     if not 1e-20 < abs(total) < 1e30:
         count, total = 0, 0.0
     return total + float(np.einsum("i,i->", x[count:], y[count:], dtype=np.float64))
@@ -156,12 +157,14 @@ class Question:
         found: the inner product of the gradient and the direction.
         least: the difference that is always rounding of the gradient.
         precision: how exactly the loss is computed.
+        sizes: those of the parameters, if they are known.
     """
 
     direction: Direction
     found: float
     least: float
     precision: Precision
+    sizes: Mapping[str, float] | None = None
 
     @property
     def allowed(self) -> float:
@@ -170,7 +173,7 @@ class Question:
 
     def move(self, point: Arrays) -> float:
         """Return the largest number of the direction, relative to its parameter's own size."""
-        sizes = typical_sizes({name: point[name] for name in self.direction})
+        sizes = self.sizes or typical_sizes({name: point[name] for name in self.direction})
         return max(
             (
                 max(d.max(initial=0.0), -d.min(initial=0.0)) / sizes[name]
