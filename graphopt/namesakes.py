@@ -36,8 +36,11 @@ def check_namesake(file: str | None) -> None:
     """Raise an error if a file is another one than that of the package; a folder without code has no file."""
     if file is None or Path(file).resolve() == _OWN.resolve():
         return
-    kind, place = ("folder", Path(file).parent) if Path(file).stem == "__init__" else ("file", Path(file))
-    raise GraphoptError(
+    raise _hidden(*(("folder", Path(file).parent) if Path(file).stem == "__init__" else ("file", file)))
+
+
+def _hidden(kind: str, place: object) -> GraphoptError:
+    return GraphoptError(
         f"{place}: expected another name: this {kind} hides graphopt's package {NAME!r}, which graphopt imports: "
         f"rename the {kind}"
     )
@@ -45,5 +48,8 @@ def check_namesake(file: str | None) -> None:
 
 _imported = sys.modules.get(NAME)
 _folders = getattr(_imported, "__path__", ())  # of a package without code, too
-check_namesake(getattr(_imported, "__file__", None) or next((f"{x}/__init__.py" for x in _folders), None))
+_file = getattr(_imported, "__file__", None) or next((f"{x}/__init__.py" for x in _folders), None)
+if _imported is not None and _file is None:
+    raise _hidden("module", f"sys.modules[{NAME!r}]")
+check_namesake(_file)
 sys.meta_path.insert(0, _Checked)

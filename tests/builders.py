@@ -50,24 +50,31 @@ def mlp(
     return model(text, dtype=dtype, **weights)
 
 
-def lstm_by_gates(features: int = 3, units: int = 2, seed: int = 0, **weights: np.ndarray) -> onnx.ModelProto:
-    """Return an LSTM over 4 steps whose weights, in PyTorch's order of gates, the graph lays out for ONNX.
+GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}  # where ONNX's gates are among PyTorch's
+
+
+def by_gates(
+    op_type: str = "LSTM", features: int = 3, units: int = 2, seed: int = 0, **weights: np.ndarray
+) -> onnx.ModelProto:
+    """Return an LSTM or a GRU over 4 steps whose weights, in PyTorch's order of gates, the graph lays out for ONNX.
 
     So does PyTorch's exporter without its optimization.
 
     Args:
         weights: `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`; by default, random ones.
     """
-    rng, n = np.random.default_rng(seed), 4 * units
+    order = GATES[op_type]
+    rng, n = np.random.default_rng(seed), len(order) * units
     shapes = {"weight_ih": (n, features), "weight_hh": (n, units), "bias_ih": (n,), "bias_hh": (n,)}
     weights = {name: rng.standard_normal(shape) / 2 for name, shape in shapes.items()} | weights
-    lines = [f"c{i} = Constant<value_ints=[{i * units}]>()" for i in range(5)]
+    lines = [f"c{i} = Constant<value_ints=[{i * units}]>()" for i in range(len(order) + 1)]
     for name in shapes:
-        lines += [f"{name}_{i} = Slice({name}, c{i}, c{i + 1}, c0)" for i in range(4)]
-        lines.append(f"{name}_o = Concat<axis=0>({name}_0, {name}_3, {name}_1, {name}_2)")
+        lines += [f"{name}_{i} = Slice({name}, c{i}, c{i + 1}, c0)" for i in range(len(order))]
+        lines.append(f"{name}_o = Concat<axis=0>({', '.join(f'{name}_{i}' for i in order)})")
     lines.append("bias_o = Concat<axis=0>(bias_ih_o, bias_hh_o)")
     lines += [f"{name}_1d = Unsqueeze({name}_o, c0)" for name in ("weight_ih", "weight_hh", "bias")]
-    lines.append(f"h, last = LSTM<hidden_size={units}>(x, weight_ih_1d, weight_hh_1d, bias_1d)")
+    reset = ", linear_before_reset=1" if op_type == "GRU" else ""
+    lines.append(f"h, last = {op_type}<hidden_size={units}{reset}>(x, weight_ih_1d, weight_hh_1d, bias_1d)")
     lines.append("y = Squeeze(last, c0)")
     return model(
         f"g (float[4,N,{features}] x) => (float[N,{units}] y) {{ {' '.join(lines)} }}",

@@ -26,7 +26,7 @@ FUSIONS = [
         "graphopt/targets/blocks.py",
         "blocks",
         ("stay", "math.prod(_shape(node.outputs[0])[: axis", "math.prod(_shape(node.outputs[0])[:0 * axis"),
-        ("stay", "is_whole = len(parts) == len(sources) and", "is_whole ="),
+        ("stay", "if not is_whole or (in_order", "if (in_order"),
         ("parts_are", "max(start + shape[axis] if start < 0 else start, 0)", "max(start, 0)"),
     ),
     *of(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
 import torch
-from builders import lstm_by_gates, model
+from builders import by_gates, model
 from steps import compiled
+from test_first_check import OPTIMIZERS
 
 import graphopt
 import passes
@@ -31,7 +34,26 @@ GATHERED = {
     "two values in order": (f"{PARTS} z = Concat<axis=0>(p, q, r, s)", ["Concat"]),
     "nested": (
         f"{PARTS} m = Concat<axis=0>(q, p) n = Concat<axis=0>(s, r) z = Concat<axis=0>(m, n)",
-        ["Gather", "Gather", "Concat"],
+        ["Concat", "Gather"],
+    ),
+    "parts of two values are mixed": (f"{PARTS} z = Concat<axis=0>(q, r, p, s)", ["Concat", "Gather"]),
+    "with another axis": (
+        f"{PARTS} f = Constant<value_ints=[0]>() m = Concat<axis=0>(q, p) z = Unsqueeze(m, f)",
+        ["Gather"],
+    ),
+    "rows of a new axis": (
+        f"{PARTS} f = Constant<value_ints=[0]>() m = Concat<axis=0>(q, p) n = Concat<axis=0>(s, r)"
+        " a = Unsqueeze(m, f) b = Unsqueeze(n, f) k = Concat<axis=0>(a, b) z = ReduceSum<keepdims=0>(k, f)",
+        ["Concat", "Gather", "ReduceSum"],
+    ),
+    "whole values of a new axis": (
+        f"{PARTS} f = Constant<value_ints=[0]>() m = Concat<axis=0>(p, q) n = Concat<axis=0>(r, s)"
+        " a = Unsqueeze(m, f) b = Unsqueeze(n, f) k = Concat<axis=0>(a, b) z = ReduceSum<keepdims=0>(k, f)",
+        ["Unsqueeze", "Unsqueeze", "Concat", "ReduceSum"],
+    ),
+    "twice": (
+        f"{PARTS} m = Concat<axis=0>(q, r) a, b = Split<num_outputs=2>(m) n = Concat<axis=0>(a, b) z = Add(m, n)",
+        ["Split", "Split", "Concat", "Add"],
     ),
     "cut where it was joined": (
         "m = Concat<axis=0>(w, v) p, q = Split<num_outputs=2>(m) z = Identity(q)",
@@ -44,7 +66,7 @@ GATHERED = {
     ),
 }
 STAY = {
-    "parts of two values are mixed": f"{PARTS} z = Concat<axis=0>(q, r, p, s)",
+    "parts of two values, not all": f"{PARTS} z = Concat<axis=0>(q, r, p)",
     "of another axis": "p, q, r = Split<num_outputs=3, axis=1>(w) z = Concat<axis=1>(q, r, p)",
     "joined along another axis": f"{PARTS} z = Concat<axis=1>(q, p)",
 }
@@ -95,16 +117,18 @@ def test_a_long_vector_is_not_gathered_number_by_number():
 
 
 @pytest.mark.parametrize("target", ["plain", "onnxruntime", None])
-def test_an_lstm_whose_gates_are_laid_out_anew_trains_as_in_pytorch(target):
+@pytest.mark.parametrize("units", [2, 33])  # the operator runs beside its gradient, or a Scan in its place
+@pytest.mark.parametrize("op_type", ["LSTM", "GRU"])
+def test_gates_that_are_laid_out_anew_train_as_in_pytorch(op_type, units, target):
     torch.manual_seed(0)
-    layer = torch.nn.LSTM(3, 2)
+    layer = getattr(torch.nn, op_type)(3, units)
     weights = {name.removesuffix("_l0"): x.detach().numpy() for name, x in layer.named_parameters()}
-    step = compiled(lstm_by_gates(**weights), optimizer=passes.SGD(0.5))
+    step = compiled(by_gates(op_type, units=units, **weights), optimizer=passes.SGD(0.5))
     options = {} if target is None else {"target": target}
     executor = graphopt.Executor(step, threads=1, **options)
     descent = torch.optim.SGD(layer.parameters(), 0.5)
     for _ in range(3):
-        x, y = RNG.standard_normal((4, 5, 3), np.float32), RNG.standard_normal((5, 2), np.float32)
+        x, y = RNG.standard_normal((4, 5, 3), np.float32), RNG.standard_normal((5, units), np.float32)
         loss = torch.nn.functional.mse_loss(layer(torch.tensor(x))[0][-1], torch.tensor(y))
         descent.zero_grad()
         loss.backward()
@@ -114,10 +138,29 @@ def test_an_lstm_whose_gates_are_laid_out_anew_trains_as_in_pytorch(target):
         np.testing.assert_allclose(executor.state[name.removesuffix("_l0")], w.detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_no_slice_of_a_weight_is_left_in_a_lowered_lstm():
-    step = compiled(lstm_by_gates())
+@pytest.mark.parametrize(
+    "optimizer", [replace(x, groups=()) for x in OPTIMIZERS], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("op_type", ["LSTM", "GRU"])
+def test_slots_of_gates_that_are_laid_out_anew_are_those_of_the_plain_step(op_type, optimizer):
+    step = compiled(by_gates(op_type), optimizer=optimizer)
+    plain, lowered = (graphopt.Executor(step, threads=1, target=x) for x in ("plain", "onnxruntime"))
+    for _ in range(3):
+        batch = {
+            "x": RNG.standard_normal((4, 5, 3), np.float32),
+            "target": RNG.standard_normal((5, 2), np.float32),
+        }
+        expected = plain.step(batch)["loss"]
+        assert lowered.step(batch)["loss"] == pytest.approx(expected, rel=1e-5)
+    for name, x in plain.state.items():
+        np.testing.assert_allclose(lowered.state[name], x, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("op_type", "left"), [("LSTM", [16, 17, 51]), ("GRU", [12, 17, 46])])
+def test_no_slice_of_a_weight_is_left_in_a_lowered_step(op_type, left):
+    step = compiled(by_gates(op_type))
     counts = []
     for leave_out in (["gather_blocks"], []):
         operators = [node.op_type for node in passes.Fuse(leave_out)(graphopt.load(step)).model.graph]
         counts.append((operators.count("Slice"), operators.count("Concat"), len(operators)))
-    assert np.subtract(*counts).tolist() == [16, 9, 28]
+    assert np.subtract(*counts).tolist() == left

@@ -76,6 +76,14 @@ def reasons(table: CheckTable) -> set[str]:
     return {x.reason for x in table.findings if x.verdict == "not checked"}
 
 
+@pytest.fixture(params=["all", "some"])
+def numbers(request, monkeypatch):
+    """Check updates on all numbers of the parameters, and on some, as those of large ones."""
+    if request.param == "some":
+        monkeypatch.setattr(first_check, "MANY", 0)
+        monkeypatch.setattr(updates, "UPDATE_SAMPLE", 4)
+
+
 # Mistakes.
 
 
@@ -86,7 +94,7 @@ def test_a_planted_mistake_is_noticed(mistake):
     assert "please report it with the files in" in told
 
 
-def test_a_mistake_in_one_of_many_parameters_names_it():
+def test_a_mistake_in_one_of_many_parameters_names_it(numbers):
     """A difference along one direction of 51 parameters is halved down to the parameter."""
     told = [x.noticed() for x in MISTAKES if "of 51 parameters" in x.name]
     assert [re.match(r"parameter '(\w+)'", text)[1] for text in told] == ["b7", "k9"]
@@ -193,14 +201,6 @@ def test_updates_follow_formulas(optimizer):
     table = table_of(layers(), batch_for("layers"), optimizer=optimizer, clip=passes.ClipGlobalNorm(0.5))
     found = [x for x in table.findings if x.part == "update"]
     assert [x.verdict for x in found] == 6 * ["agrees"], str(table)
-
-
-@pytest.fixture(params=["all", "some"])
-def numbers(request, monkeypatch):
-    """Check updates on all numbers of the parameters, and on some, as those of large ones."""
-    if request.param == "some":
-        monkeypatch.setattr(first_check, "MANY", 0)
-        monkeypatch.setattr(updates, "UPDATE_SAMPLE", 4)
 
 
 def after_steps(steps, network=layers, batch=None, **kinds) -> list[Finding]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import attention, linear, lstm_by_gates, mlp, model
+from builders import attention, by_gates, linear, mlp, model
 
 import graphopt
 import passes
@@ -60,7 +60,7 @@ GRAPHS = {
         "onnxruntime",
     ),
     "lstm_by_gates_fused": lambda: graphopt.lower(
-        graphopt.compile(lstm_by_gates(), loss=passes.MeanSquaredError(), optimizer=passes.SGD()),
+        graphopt.compile(by_gates(), loss=passes.MeanSquaredError(), optimizer=passes.SGD()),
         "onnxruntime",
     ),
     "mlp_mixed_precision": lambda: graphopt.compile(

@@ -64,6 +64,14 @@ def expected(place: Path) -> str:
 
 
 @pytest.mark.slow
+def test_a_module_without_a_file_is_a_namesake(tmp_path: Path) -> None:
+    stub = "import sys, types\nsys.modules['passes'] = types.ModuleType('passes')\n"
+    assert "sys.modules['passes']: expected another name: this module hides" in said(
+        tmp_path, "-c", stub + SCRIPTS["compile"]
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_script_beside_a_namesake(name: str, kind: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -30,17 +31,22 @@ class SourceFile:
     Args:
         source: a path, bytes, or the user's own message; of an onnx_ir.Model, a clone that shares its weights.
         mark: what tells whether it is still the same.
+        small: of a file, the message without large weights, which need not be read again.
     """
 
     source: Path | bytes | onnx.ModelProto | ir.Model
     mark: object
+    small: onnx.ModelProto | None = None
 
     @classmethod
     def of(cls, source: object) -> SourceFile | None:
         """Return a reference to a model, or None if there is none to refer to."""
         if isinstance(source, str | os.PathLike):
             path = Path(source).absolute()
-            return cls(path, _mark(path))
+            content = _content(path)
+            if content is None or path.suffix not in BINARY:
+                return cls(path, _mark(path))
+            return cls(path, _mark_of(content), storage.outline(onnx.ModelProto.FromString(content)))
         if isinstance(source, bytes | onnx.ModelProto):
             return cls(source, _mark(source))
         return cls(source.clone(), None) if isinstance(source, ir.Model) else None
@@ -72,22 +78,29 @@ class SourceFile:
         return None if storage.is_large(self.source) else storage.whole(self.source)
 
     def outline(self) -> onnx.ModelProto:
-        """Return the model's message, without weights that are in other files."""
+        """Return the model's message, perhaps without large weights, and without those that are in other files."""
         if isinstance(self.source, Path):
-            return onnx.load(self.source, load_external_data=False)
+            return self.small or onnx.load(self.source, load_external_data=False)
         if isinstance(self.source, bytes):
             return onnx.ModelProto.FromString(self.source)
         return self.source if isinstance(self.source, onnx.ModelProto) else ir.to_proto(self.source)
 
 
+def _content(path: Path) -> bytes | None:
+    """Return the bytes of a file that is not too large to be hashed; None of others, and if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return None if path.stat().st_size > DIGESTED else path.read_bytes()
+    return None
+
+
 def _mark(source: object) -> object:
     """Return what tells whether a model is still the same."""
     if isinstance(source, Path):
+        if (content := _content(source)) is not None:
+            return _mark_of(content)
         try:
             status = source.stat()
-            if status.st_size > DIGESTED:
-                return status.st_size, status.st_mtime_ns
-            return hashlib.sha256(source.read_bytes()).hexdigest()
+            return status.st_size, status.st_mtime_ns
         except OSError as error:
             return str(error)
     if isinstance(source, bytes):

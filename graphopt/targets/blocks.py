@@ -5,6 +5,7 @@ Exporters lay the weights of recurrent layers out anew that way: each gate is a 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.rewriting import remove_unused_nodes
+from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import constant_of, is_static, like, redirect
 
 _MOST_PARTS = 64  # of a value, so that long chains of Concats cost no more than their lengths
@@ -34,10 +36,10 @@ _Parts = tuple[_Part, ...]
 
 
 def gather_blocks(model: ir.Model) -> bool:
-    """Replace a Concat of parts of a value by a Gather of its rows, and one of all parts of several by one of these.
+    """Replace a Concat of parts of a value by a Gather of its rows, and one of all parts of several by that of these.
 
-    What consists of all numbers of one value in their order becomes a view of this value. Results are the same bits.
-    Return whether anything changed.
+    What consists of all numbers of one value in their order becomes a view of this value, and what consists of the same
+    parts as another value is read there. Results are the same bits. Return whether anything changed.
 
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]> g (float[N] x, float[6] w)
     ...     => (float[6] y) { a, b, c = Split<num_outputs=3>(w)  z = Concat<axis=0>(b, c, a)  y = Add(x, z) }''')
@@ -59,8 +61,9 @@ def gather_blocks(model: ir.Model) -> bool:
                 key = parts, _shape(y)
                 new = found.get(key)
                 if new is None and (new := _again(op, node, y, parts)) is not None:
-                    found[key] = new
                     known[new] = parts
+                if new is not None or node.op_type == "Concat":
+                    found[key] = new or y
                 if new is not None:
                     redirect(uses, new)
                     changed = True
@@ -68,6 +71,29 @@ def gather_blocks(model: ir.Model) -> bool:
         model.graph.sort()
         remove_unused_nodes(model.graph)
     return changed
+
+
+def starts_of_blocks(x: ir.Value, count: int) -> list[int] | None:
+    """Return where equal blocks of a value begin in the only array that it is made of; None if it is not so.
+
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]> g (float[6] w) => (float[6] z)
+    ...     { a, b, c = Split<num_outputs=3>(w)  z = Concat<axis=0>(b, c, a) }''')
+    >>> loaded = graphopt.load(onnx.shape_inference.infer_shapes(model))
+    >>> starts_of_blocks(loaded.graph.outputs[0], 3)
+    [2, 4, 0]
+    """
+    known: dict[ir.Value, _Parts] = {}
+    before, last = ancestors([x]), x.producer()
+    for node in [] if last is None or last.graph is None else last.graph:
+        if node in before:
+            known.update(_parts(node, known))
+    parts = known.get(x, ())
+    size = math.prod(_shape(x)) // count if parts else 1
+    starts = [start for part in parts for start in range(part.start, part.stop, size)]
+    is_whole = len({part.source for part in parts}) == 1 and all(
+        n % size == 0 for _, *ends in parts for n in ends
+    )
+    return starts if is_whole and len({*starts}) == count else None
 
 
 def _shape(x: ir.Value) -> tuple[int, ...]:
@@ -138,14 +164,26 @@ def _again(op: Emitter, node: ir.Node, y: ir.Value, parts: _Parts) -> ir.Value |
         return x
     if math.prod(_shape(x)) == math.prod(shape) and len(parts) == 1:
         return None if node.inputs[0] is x else like(op.Reshape(x, op.constant([*shape])), y)
-    alike = all(len(_shape(x)) == len(shape) and _shape(x)[1:] == shape[1:] for x in sources)
-    if node.op_type != "Concat" or not alike:
+    rows = shape[: len(shape) - len(_shape(x)) + 1]
+    alike = rows and all(_shape(source)[1:] == shape[len(rows) :] for source in sources)
+    behind = node.inputs[0].producer() if node.op_type in VIEWS and node.inputs[0] is not None else node
+    if behind is None or behind.op_type not in ("Concat", "Gather") or not alike:
+        return None
+    if behind is not node and len(behind.outputs[0].uses()) > 1:  # which need it in its own shape
+        return None
+    sizes = [_shape(source)[0] for source in sources]
+    width, is_whole = math.prod(shape[len(rows) :]), sum(sizes) == math.prod(rows)
+    if len(sources) > 1:
+        in_order = len(parts) == len(sources)
+        if not is_whole or (in_order and (behind is not node or len(rows) > 1)):
+            return None
+        if in_order:
+            return like(op.Concat(*sources, axis=0), y) if len(sources) < len(node.inputs) else None
+    if (width == 1 and sum(sizes) > _SHORT) or any(n % width for _, *ends in parts for n in ends):
         return None
     if len(sources) > 1:
-        is_whole = len(parts) == len(sources) and sum(_shape(x)[0] for x in sources) == shape[0]
-        return like(op.Concat(*sources, axis=0), y) if is_whole and len(sources) < len(node.inputs) else None
-    width = math.prod(shape[1:])
-    if (width == 1 and shape[0] > _SHORT) or any(n % width for _, *ends in parts for n in ends):
-        return None
-    rows = [np.arange(start // width, stop // width) for _, start, stop in parts]
-    return like(op.Gather(x, op.constant(np.concatenate(rows)), axis=0), y)
+        x = op.Concat(*sources, axis=0)
+        x.type, x.shape = y.type, ir.Shape([sum(sizes), *shape[len(rows) :]])
+    begins = dict(zip(sources, itertools.accumulate(sizes, initial=0), strict=False))
+    ranges = [begins[source] + np.arange(start // width, stop // width) for source, start, stop in parts]
+    return like(op.Gather(x, op.constant(np.concatenate(ranges).reshape(rows)), axis=0), y)

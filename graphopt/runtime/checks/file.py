@@ -121,16 +121,15 @@ def _compared(
     is_loss = not with_role(model, Role.PREDICTION, Role.SOURCE)
     if is_loss and with_role(model, Role.METRIC):
         raise GraphoptError("the loss is more than the file's own, such as with a penalty")
-    weights = {x.name for x in outline.graph.initializer}
-    for x in outline.graph.input:
-        if x.name not in batch and x.name not in weights:
-            raise GraphoptError(f"the file takes {x.name!r}, which the training graph does not")
     try:
         session = device.open(
             content, device.new_session_options(optimized=False, low_memory=device.frozen == "low")
         )
     except Exception as error:
         raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
+    for x in session.get_inputs():
+        if x.name not in batch:
+            raise GraphoptError(f"the file takes {x.name!r}, which the training graph does not")
     if is_loss and len(session.get_outputs()) == 1:
         own_names = {session.get_outputs()[0].name: name for name in own_names.values()}
     names = [y.name for y in session.get_outputs() if y.name in own_names]

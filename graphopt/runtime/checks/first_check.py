@@ -277,7 +277,24 @@ class _Step:
             self._is_finite = all(are_finite(x) for x in self.outputs.values() if x.dtype.kind == "f")
             if self._is_finite:
                 break
+        self._read_gradients()
+
+    def _read_gradients(self) -> None:
         self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
+        if self._update is not None:
+            self._some = {name: some_of(g) for name, g in self.gradients.items()}
+
+    @functools.cached_property
+    def may_overwrite(self) -> bool:
+        """Return whether directions may take the memory of gradients, until `compute_again`; new memory takes long."""
+        arrays = [self.outputs[y] for y in self.forward.gradients.values()]
+        is_own = len({id(x) for x in arrays}) == len(arrays) and all(x.flags.writeable for x in arrays)
+        return self._update is not None and is_own
+
+    def compute_again(self) -> None:
+        """Compute the gradients again that a direction was written over."""
+        self.outputs = self.run(self.state)
+        self._read_gradients()
 
     def _moved(self, state: Arrays) -> Arrays:
         """Return a state whose parameters differ a little from those at hand."""
@@ -309,9 +326,7 @@ class _Step:
         if part is None:
             return Updates(self._whole, self.run, self.state, self.outputs, self.gradients, self.norms)
         session = Session(self._device, part.model, optimized=False)
-        state, gradients = (
-            {name: some_of(x) for name, x in xs.items()} for xs in (self.state, self.gradients)
-        )
+        state, gradients = {name: some_of(x) for name, x in self.state.items()}, self._some
         given = {self.forward.gradients[name]: g for name, g in gradients.items()}
 
         def run(arrays: Arrays) -> Arrays:
@@ -442,10 +457,13 @@ class _Slopes:
         self._point = {name: step.state[name].astype(dtype, copy=False) for name in self._names}
         signed = [name for name in self._names if self._is_double or self._zeros[name]]
         if signed and not step.is_full:
-            asked = self._along_gradients(self._names), self._along_signs(signed)
+            signs = self._along_signs(signed)
+            asked = self._along_gradients(self._names, overwrite=step.may_overwrite), signs
             if both := agree_at_once(self._loss, self._point, start, asked):
                 yield self._finding(self._names, *both, "agrees", f"{ALONG} and {SIGNS}")
                 return
+            if step.may_overwrite:
+                step.compute_again()
         groups = [[name] for name in self._names] if step.is_full else [self._names]
         found = [x for names in groups for x in self._searched(names, self._along_gradients, ALONG)]
         found += self._searched(signed, self._along_signs, SIGNS) if signed else []
@@ -506,24 +524,28 @@ class _Slopes:
         """Return the size of a parameter as a vector."""
         return self._sizes[name] * math.sqrt(self._step.state[name].size)
 
-    def _along_gradients(self, names: Sequence[str]) -> Question:
-        """Ask along a gradient, or a sum of several that have about the same slope."""
+    def _along_gradients(self, names: Sequence[str], *, overwrite: bool = False) -> Question:
+        """Ask along a gradient, or a sum of several that have about the same slope, in their memory or in other."""
         if len(names) == 1:
             (name,) = names
             direction = {name: self._step.gradients[name] / (self._norms[name] or 1.0)}
             return self._question(direction, 0.0, self._precision)
-        rng, direction = np.random.default_rng(1), Arrays()
+        rng, direction, found = np.random.default_rng(1), Arrays(), 0.0
         for name in names:
             if norm := self._norms[name]:
                 g = self._step.gradients[name]
                 share = min(self._typical / norm, FARTHEST_MOVE * self._length(name)) / norm
                 weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
-                direction[name] = _periodic(np.multiply, g, weights.astype(g.dtype))
+                direction[name] = d = _periodic(np.multiply, g, weights.astype(g.dtype))
+                found += dot(g, d)
+                if overwrite:
+                    np.copyto(g, d)
+                    direction[name] = g
         change = self._precision.change * len(names) ** 0.25
         tolerance = self._precision.tolerance * min(1.0, STRICT_TOGETHER / len(names))
         doubted = self._precision.doubted / len(names)
         precision = replace(self._precision, change=change, tolerance=tolerance, doubted=doubted)
-        return self._question(direction, 0.0, precision)
+        return self._question(direction, 0.0, precision, found)
 
     def _along_signs(self, names: Sequence[str]) -> Question:
         """Ask along random signs of each entry, in float32 of those whose gradient is 0."""
@@ -547,11 +569,14 @@ class _Slopes:
             square += (self._entry[name] or least) ** 2 * _square(direction[name])
         return self._question(direction, self._precision.lost * math.sqrt(square), self._precision)
 
-    def _question(self, direction: Direction, least: float, precision: Precision) -> Question:
-        """Ask whether slopes agree along a direction."""
+    def _question(
+        self, direction: Direction, least: float, precision: Precision, found: float | None = None
+    ) -> Question:
+        """Ask whether slopes agree along a direction; `found` is its inner product with the gradients, if known."""
         length = math.sqrt(sum(_square(d) for d in direction.values()))
         least = max(least, 2e-6 * max(self._norms.values()) * length)
-        return Question(direction, _inner(self._step.gradients, direction), least, precision)
+        found = _inner(self._step.gradients, direction) if found is None else found
+        return Question(direction, found, least, precision, self._sizes)
 
     def _compared(self, asked: Question) -> Slope:
         """Compare slopes; a difference that rounding of the gradient may explain is none."""

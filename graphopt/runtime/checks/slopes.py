@@ -100,10 +100,11 @@ def inner_product(x: np.ndarray, y: np.ndarray) -> float:
     Chunks are added in their own type, which takes a fifth of the time, and in float64 where its range may not do.
     """
     x, y = x.ravel(), y.ravel()
-    count = x.size - x.size % CHUNK
-    with np.errstate(all="ignore"):
-        chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, CHUNK) for z in (x, y)))
-    total = float(chunks.sum(dtype=np.float64))
+    count, total = x.size - x.size % CHUNK, 0.0
+    if count:
+        with np.errstate(all="ignore"):
+            chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, CHUNK) for z in (x, y)))
+        total = float(chunks.sum(dtype=np.float64))
     if not 1e-20 < abs(total) < 1e30:
         count, total = 0, 0.0
     return total + float(np.einsum("i,i->", x[count:], y[count:], dtype=np.float64))
@@ -115,9 +116,10 @@ def dot_along(x: np.ndarray, d: np.ndarray | Entries) -> float:
 
 
 def move_along(x: np.ndarray, d: np.ndarray | Entries, step: float, out: np.ndarray) -> np.ndarray:
-    """Write an array that is moved along a part of a direction into `out`: another one, or the part itself."""
+    """Write an array that is moved along a part of a direction into `out`: another one, the part, or the array."""
     if isinstance(d, Entries):
-        np.copyto(out, x)
+        if out is not x:
+            np.copyto(out, x)
         out.reshape(-1)[d.where] += step * d.numbers
     else:
         np.multiply(d, step, out=out, dtype=out.dtype)
@@ -155,12 +157,14 @@ class Question:
         found: the inner product of the gradient and the direction.
         least: the difference that is always rounding of the gradient.
         precision: how exactly the loss is computed.
+        sizes: those of the parameters, if they are known.
     """
 
     direction: Direction
     found: float
     least: float
     precision: Precision
+    sizes: Mapping[str, float] | None = None
 
     @property
     def allowed(self) -> float:
@@ -169,7 +173,7 @@ class Question:
 
     def move(self, point: Arrays) -> float:
         """Return the largest number of the direction, relative to its parameter's own size."""
-        sizes = typical_sizes({name: point[name] for name in self.direction})
+        sizes = self.sizes or typical_sizes({name: point[name] for name in self.direction})
         return max(
             (
                 max(d.max(initial=0.0), -d.min(initial=0.0)) / sizes[name]
@@ -205,9 +209,12 @@ def agree_at_once(
         step = question.step(start, move) if question.found else 2 * MOVED / move
         step = math.copysign(step, question.found)  # uphill along each, so that a factor of all adds up
         for name, d in question.direction.items():
-            x = point[name]
-            out = np.empty_like(x, order="C") if isinstance(d, Entries) or d.dtype != x.dtype else d
-            moved[name] = move_along(moved[name], d, step, out)
+            x = moved[name]
+            if x is not point[name] and isinstance(d, Entries):
+                out = x
+            else:
+                out = np.empty_like(x, order="C") if isinstance(d, Entries) or d.dtype != x.dtype else d
+            moved[name] = move_along(x, d, step, out)
         expected += step * question.found
         allowed = min(allowed, abs(step) * question.allowed)
     found = loss(moved) - start

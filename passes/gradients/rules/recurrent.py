@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import Node, Value
 
@@ -15,6 +16,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
 from graphopt.graph.values import dims_of, dtype_of, like, producer_of
+from graphopt.targets.blocks import starts_of_blocks
 from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
 from passes.gradients.rules.shape import elements_along, indices_along
 from passes.gradients.walk import expansion, further_output
@@ -45,11 +47,20 @@ def rnn(op: Emitter, h: Value, gates: Value, r: Value, f: Activation) -> list[Va
 
 
 def gru(
-    op: Emitter, h: Value, gates: Value, rzr: Value, rh: Value, bias: Input, f: Activation, g: Activation
+    op: Emitter,
+    h: Value,
+    gates: Value,
+    rzr: Value,
+    rh: Value,
+    bias: Input,
+    order: Sequence[int],
+    f: Activation,
+    g: Activation,
 ) -> list[Value]:
     """Multiply the state by its weights before the reset if the recurrent bias is given as `bias`."""
     zr, candidate = op.Split(gates, [2 * width(h), width(h)], axis=-1, _outputs=2)
-    z, reset = op.Split(f(op, op.Gemm(h, rzr, zr, transB=1)), num_outputs=2, axis=-1, _outputs=2)
+    both = op.Split(f(op, op.Gemm(h, rzr, zr, transB=1)), num_outputs=2, axis=-1, _outputs=2)
+    z, reset = (both[place] for place in order[:2])
     if bias is None:
         candidate = op.Gemm(reset * h, rh, candidate, transB=1)
     else:
@@ -66,11 +77,13 @@ def lstm(
     r: Value,
     peepholes: Sequence[Value] | None,
     coupled: bool,
+    order: Sequence[int],
     f: Activation,
     g: Activation,
     squash: Activation,
 ) -> list[Value]:
-    i, o, forget, cell = op.Split(op.Gemm(h, r, gates, transB=1), num_outputs=4, axis=-1, _outputs=4)
+    parts = op.Split(op.Gemm(h, r, gates, transB=1), num_outputs=4, axis=-1, _outputs=4)
+    i, o, forget, cell = (parts[place] for place in order)
     pi, po, pf = peepholes or (None, None, None)
     i = f(op, i if pi is None else i + pi * c)
     forget = 1 - i if coupled else f(op, forget if pf is None else forget + pf * c)
@@ -174,23 +187,46 @@ def _reading(read: Activation, cell: Cell, op: Emitter, h: Value, *others: Value
 def prepared(
     op: Emitter, node: Node, x: Value, w: Value, r: Value, b: Input, p: Input, functions: Sequence[Activation]
 ) -> tuple[Value, Cell]:
-    """Return the input's part of the gates of all steps, with every bias that fits in, and the cell."""
+    """Return the input's part of the gates of all steps, with every bias that fits in, and the cell.
+
+    Weights that the graph lays out anew, as those of PyTorch, are multiplied in their own order of gates, so that
+    `gather_blocks` finds that nothing moves.
+    """
+    order, n = _order(node.op_type, r), width(r)
+    biases = [None, None] if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
+    wb, rb = (v and _reordered(op, v, order) for v in biases)
+    w, r = (_reordered(op, v, order) for v in (w, r))
     gates = op.MatMul(x, op.Transpose(w))
-    n = width(r)
-    wb, rb = (None, None) if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
     extra: tuple[object, ...] = (r,)
     if node.op_type == "LSTM":
         peepholes = None if p is None else op.Split(p, num_outputs=3, axis=0, _outputs=3)
-        extra = r, peepholes, bool(node.attributes.get_int("input_forget", 0))
+        extra = r, peepholes, bool(node.attributes.get_int("input_forget", 0)), order
     elif node.op_type == "GRU":
         extra = *op.Split(r, [2 * n, n], axis=0, _outputs=2), None
         if node.attributes.get_int("linear_before_reset", 0):
             rb = op.constant([0.0] * 3 * n, like=x) if rb is None else rb
             zr, own = op.Split(rb, [2 * n, n], axis=0, _outputs=2)
             extra, rb = (*extra[:2], own), op.Pad(zr, [0, n])
+        extra = *extra, order
     for bias in (wb, rb):
         gates = gates if bias is None else gates + bias
     return gates, lambda op, *values: CELLS[node.op_type](op, *values, *extra, *functions)
+
+
+def _order(op_type: str, r: Value) -> list[int]:
+    """Return the place of each gate of ONNX in the array that the graph has laid out anew as `r`."""
+    same = [*range(GATES[op_type])]
+    starts = starts_of_blocks(r, len(same))
+    order = same if starts is None else np.argsort(np.argsort(starts)).tolist()
+    return same if op_type == "GRU" and order[2] != 2 else order  # whose last gate has products of its own
+
+
+def _reordered(op: Emitter, v: Value, order: Sequence[int]) -> Value:
+    """Return an array with its gates in an order in which it was before."""
+    if [*order] == sorted(order):
+        return v
+    parts = op.Split(v, num_outputs=len(order), axis=0, _outputs=len(order))
+    return like(op.Concat(*(parts[gate] for gate in np.argsort(order)), axis=0), v)
 
 
 def _run(
