@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,9 @@ class ScoredBatch:
     scores: np.ndarray  # the output that decides on each label: one for each element (and class)
     spec: TargetSpec
     expected: np.ndarray | None = None  # the probability of each class, if the target has probabilities
+    beside: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # what the file says of its sureness, by kind
 
     def log_probabilities(self) -> np.ndarray:
         """Return the logarithm of the probability of each class of each element."""
@@ -67,6 +70,7 @@ class ScoredBatch:
             p = self.scores.astype(np.float64)
             p = 0.5 * (1 + np.tanh(0.5 * p)) if activation else p
             p = np.stack([1 - p, p], axis=1)
+        p = self.beside.get("probability", p).astype(np.float64)
         return p, np.eye(p.shape[1])[numbers] if self.expected is None else self.expected
 
 
@@ -147,10 +151,7 @@ class CalibrationError(Metric):
 
     def update(self, batch: ScoredBatch) -> None:
         p, own = batch.probabilities()
-        self.add(p, own.argmax(axis=1))
-
-    def add(self, p: np.ndarray, numbers: np.ndarray) -> None:
-        """Accumulate probabilities of classes, and the numbers of the right ones."""
+        numbers = own.argmax(axis=1)
         most, bins = p.max(axis=1), self.sums.shape[1]
         place = np.clip(np.ceil(most * bins).astype(np.int64) - 1, 0, bins - 1)
         for row, values in zip(self.sums, (np.ones(len(p)), most, p.argmax(axis=1) == numbers), strict=True):
@@ -333,6 +334,36 @@ def _cross_entropies(batch: ScoredBatch) -> np.ndarray:
     return -(batch.expected * log_p).sum(axis=1)
 
 
+def _log_losses(batch: ScoredBatch) -> np.ndarray:
+    p, own = batch.probabilities()
+    return -(own * np.log(np.maximum(p, np.finfo(batch.scores.dtype).tiny))).sum(axis=1)
+
+
+def _covered(batch: ScoredBatch) -> np.ndarray:
+    """Return whether the target is in the set or the interval of its row, or, without these, at most the prediction."""
+    if "set" in batch.beside:
+        return (batch.beside["set"] & (batch.probabilities()[1] > 0)).any(axis=1)
+    if batch.spec.task != "regression":
+        raise GraphoptError(
+            "metrics: coverage: expected prediction sets of classes, found none: calibrate the file with "
+            "passes.PredictionSet()"
+        )
+    t, high = _columns(batch.target), _columns(batch.beside.get("upper", batch.predicted))
+    return (_columns(batch.beside["lower"]) <= t if "lower" in batch.beside else True) & (t <= high)
+
+
+def _widths(batch: ScoredBatch) -> np.ndarray:
+    """Return the number of classes in each set, or the width of each interval."""
+    if not {"set", "lower"} & {*batch.beside}:
+        raise GraphoptError(
+            "metrics: mean_width: expected prediction sets or intervals, found none: calibrate the file with "
+            "passes.PredictionSet() or passes.PredictionInterval()"
+        )
+    if "set" in batch.beside:
+        return batch.beside["set"].sum(axis=1)
+    return _columns(batch.beside["upper"]) - _columns(batch.beside["lower"])
+
+
 def _absolute_errors(batch: ScoredBatch) -> np.ndarray:
     return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
@@ -352,14 +383,12 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "balanced_accuracy": BalancedAccuracy,
     "brier": partial(OfMean, _brier_scores),
     "confusion_matrix": ConfusionMatrix,
-    "coverage": partial(
-        OfMean,
-        lambda batch: np.less_equal(_columns(batch.target), _columns(batch.predicted)),
-        ("regression",),
-    ),
+    "coverage": partial(OfMean, _covered, ("binary", "classification", "regression")),
     "ece": CalibrationError,
     "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
+    "log_loss": partial(OfMean, _log_losses),
     "mae": partial(OfMean, _absolute_errors, ("regression",)),
+    "mean_width": partial(OfMean, _widths, ("binary", "classification", "regression")),
     "mse": partial(OfMean, _squared_errors, ("regression",)),
     "perplexity": partial(OfMean, _cross_entropies, ("classification",), np.exp),
     "precision": partial(OfClasses, lambda right, predicted, target: right / np.maximum(predicted, 1)),
@@ -438,18 +467,28 @@ class Metrics:
         return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
 
     def batch(
-        self, prediction: np.ndarray, target: np.ndarray, weights: np.ndarray | None = None
+        self,
+        prediction: np.ndarray,
+        target: np.ndarray,
+        weights: np.ndarray | None = None,
+        beside: Mapping[str, np.ndarray] | None = None,
     ) -> ScoredBatch:
-        """Return an output and its target in the form that metrics read; tokens whose weight is 0 do not count."""
+        """Return an output and its target in the form that metrics read; tokens whose weight is 0 do not count.
+
+        Args:
+            beside: the outputs that the file derives from this one, by their kind.
+        """
+        beside = beside or {}
         if self._spec.shift:
             prediction, target = prediction[:, : -self._spec.shift], target[:, self._spec.shift :]
         spec, predicted = self._spec, self.predicted(prediction)
         if spec.axis is None:
             if spec.labels is None:
-                return ScoredBatch(target, predicted.reshape(target.shape), predicted, spec)
+                return ScoredBatch(target, predicted.reshape(target.shape), predicted, spec, beside=beside)
             low, high = spec.labels
             expected = np.where(target > (low + high) / 2, high, low)
-            return ScoredBatch(expected.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
+            flat = (x.reshape(-1) for x in (expected, predicted, prediction))
+            return ScoredBatch(*flat, spec, beside=beside)
         probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
         expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
         valid = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
@@ -461,6 +500,7 @@ class Metrics:
             _by_class(prediction, spec.axis)[valid],
             spec,
             None if probabilities is None else probabilities[valid],
+            {kind: x[valid] for kind, x in beside.items() if len(x) == len(valid)},
         )
 
     def add_losses(self, loss: float, weights: np.ndarray) -> None:
@@ -468,9 +508,15 @@ class Metrics:
         count = float(weights.sum(dtype=np.float64))
         self._tokens += count * loss if count else 0.0, count
 
-    def add(self, prediction: np.ndarray, target: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Accumulate a batch."""
-        batch = self.batch(prediction, target, weights)
+    def add(
+        self,
+        prediction: np.ndarray,
+        target: np.ndarray,
+        weights: np.ndarray | None = None,
+        beside: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Accumulate a batch; its arguments are those of `batch`."""
+        batch = self.batch(prediction, target, weights, beside)
         if batch.target.size:
             self._empty = False
             for metric in self._metrics.values():

@@ -100,7 +100,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         super()._fit(train[0], train[1], *(train[2:] or [None]), **options)
         try:
             self._temperature = passes.Temperature.of(
-                self.predict_proba(held_out[0]), self._encoded(held_out[1])[:, 0]
+                self.predict_proba(held_out[0]), self._encoded(held_out[1])[:, 0], *held_out[2:]
             )
         except GraphoptError as error:
             warnings.warn(f"calibration: probabilities stay as they are: {error}", stacklevel=3)
