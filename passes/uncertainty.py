@@ -49,7 +49,8 @@ class LastLayerLaplace(OfClasses):
             one layer of F outputs for `kron`.
         task: `classification` or `regression`.
         noise: the variance of a regression's targets around the prediction.
-        factors: R, r, M and m, by which the variances are (x R + r)^2 M + m for features x; None learns them.
+        factors: R, r, M and m, by which the variances are (x R + r)^2 M + m for features x; M and m alone for `diag`;
+            None learns them.
 
     Raises:
         GraphoptError: the output does not come out of a Gemm with a constant weight, or the layer is too large.
@@ -94,24 +95,24 @@ class LastLayerLaplace(OfClasses):
         """Return the factors of the variances; a bias is an input of 1, the last, beside so many features."""
         (rows, inputs), outputs = x.shape, curvature.shape[1]
         if self.structure == "full":
-            by_pair = np.einsum("nck,nd,ne->cdke", curvature, x, x, optimize=True)
-            precision, vectors = np.linalg.eigh(by_pair.reshape(outputs * inputs, -1))
+            by_pair = [[(x * pair[:, None]).T @ x for pair in of_output] for of_output in curvature.T]
+            precision, vectors = np.linalg.eigh(np.block(by_pair))
             vectors, precision = vectors.reshape(outputs, inputs, -1), precision.clip(0)
             covariance = vectors / (precision + self._prior(precision, weight)) @ vectors.swapaxes(1, 2)
             roots = np.linalg.cholesky(covariance).transpose(1, 0, 2).reshape(inputs, -1)
             bias = roots[features:].sum(0)
             return roots[:features], bias, np.repeat(np.eye(outputs), inputs, axis=0), np.zeros(outputs)
         if self.structure == "diag":
-            directions = np.eye(features)
             sums = np.einsum("ncc,nd->dc", curvature, x * x)
-            variances = 1 / (sums + self._prior(sums, weight))
+            variances, directions = 1 / (sums + self._prior(sums, weight)), ()
         else:  # features and the bias have factors of their own, as KFAC of a linear layer has
             left, u = np.linalg.eigh(curvature.sum(0))
-            right, directions = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
+            right, v = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
             right = np.append(right.clip(0), np.ones(inputs - features))
             precision = np.outer(right, left.clip(0))
             variances = 1 / (precision + self._prior(precision, weight)) @ np.square(u).T
-        return directions, np.zeros(features), variances[:features], variances[features:].sum(0)
+            directions = v, np.zeros(features)
+        return *directions, variances[:features], variances[features:].sum(0)
 
     def _prior(self, precision: np.ndarray, weight: np.ndarray) -> float:
         """Return the precision of the prior, for the eigenvalues of the matrix (MacKay 1992, equation 4.9)."""
@@ -135,13 +136,11 @@ class LastLayerLaplace(OfClasses):
         output, classifies = self.own_output(model), self.task == "classification"
         self.check_free(model, output, "variance", *(["probability"] if classifies else []))
         with Emitter(model) as op:
-            directions, shift, variances, more = factors = [
-                self.number(model, f"{output.name}.laplace", factor, x) for factor in self.factors or ()
-            ]
-            for factor in factors:
+            numbers = [self.number(model, f"{output.name}.laplace", f, x) for f in self.factors or ()]
+            for factor in numbers:
                 FROZEN.set(factor)  # a training of the file leaves them
-            moved = x if self.structure == "diag" else op.Gemm(x, directions, shift)
-            variance = op.Gemm(moved * moved, variances, more)
+            moved = x if len(numbers) == 2 else op.Gemm(x, *numbers[:2])
+            variance = op.Gemm(moved * moved, *numbers[-2:])
             if len(dims_of(y)) == 1:
                 variance = op.Squeeze(variance, [1])
             self.add(op, model, output, variance=variance)

@@ -546,6 +546,27 @@ def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
     np.testing.assert_array_equal(found["label"], sure.predict(x))
 
 
+def test_the_classifier_calibrates_by_the_weights_of_rows() -> None:
+    """They counted in the training alone."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 4))
+    y = (x[:, 0] + rng.standard_normal(400) > 0).astype(int)
+    weights = np.where(x[:, 1] > 0, 3.0, 0.1)
+    options = {"hidden_layer_sizes": (30,), "learning_rate_init": 0.05, "max_iter": 15, "random_state": 0}
+    sure = graphopt.OnnxClassifier(calibration=0.3, **options).fit(x, y, weights)
+    parts = train_test_split(x, y, weights, test_size=0.3, random_state=0, stratify=y)
+    plain = graphopt.OnnxClassifier(**options).fit(*parts[::2])
+    log_p, weight = np.log(plain.predict_proba(parts[1])), parts[5]
+
+    def loss(t: float) -> float:
+        return -np.average(
+            log_softmax(log_p / np.exp(t), axis=1)[np.arange(len(weight)), parts[3]], weights=weight
+        )
+
+    best = minimize_scalar(loss, bracket=(0, 1), tol=1e-12).x
+    assert abs(sure.log_temperature_ - best) < 1e-5
+
+
 def test_the_classifier_that_makes_no_mistake_keeps_its_probabilities() -> None:
     x = np.repeat([-1.0, 1.0], 50)[:, None]
     options = {"hidden_layer_sizes": (), "learning_rate_init": 0.5, "max_iter": 200, "random_state": 0}

@@ -154,7 +154,9 @@ def test_metrics_of_numbers(name: str, score: Callable[..., float], columns: int
 
 def test_every_metric_has_an_oracle() -> None:
     text = Path(__file__).read_text()
-    assert not [name for name in METRICS if f'"{name}"' not in text]  # "mean_width": tests/test_calibration.py
+    assert not [
+        name for name in METRICS if f'"{name}"' not in text
+    ]  # "mean_width": tests/test_calibration.py
 
 
 def test_ignored_elements_and_positions_of_sequences() -> None:
