@@ -177,7 +177,9 @@ class OfClasses(Learning):
         noted = classification_of(model)
         noted = noted if noted is not None and noted.output == y.name else None
         node, inner = _activation(y), y
-        scores = Scores(y, y if node is None else given(node.inputs[0]), node and node.op_type, noted)
+        scores = Scores(y, y, None, noted)
+        if node is not None:
+            scores = Scores(y, given(node.inputs[0]), node.op_type, noted)
         if node is not None and node.op_type != "Sigmoid":
             axis = node.attributes.get_int("axis", -1)
             if scores.is_binary or axis % 2 == 0:

@@ -157,9 +157,9 @@ class PredictionInterval(_Conformal):
 
     def _output(self, model: ir.Model) -> ir.Value:
         y = self.own_output(model)
-        due, dims = "[N] or [N, 1]", ((), (1,))
+        fits, due = dims_of(y)[1:] in ((), (1,)), "[N] or [N, 1]"
         if self.score == "cqr":
-            due, dims = "[N, 2], a lower and an upper quantile", ((2,),)
-        if not y.shape or dims_of(y)[1:] not in dims:
+            fits, due = dims_of(y)[1:] == (2,), "[N, 2], a lower and an upper quantile"
+        if not y.shape or not fits:
             raise self.wrong(f"expected an output {due}, found {name_of(y)!r} of shape {y.shape}")
         return y

@@ -104,15 +104,15 @@ class LastLayerLaplace(OfClasses):
             return roots[:features], bias, np.repeat(np.eye(outputs), inputs, axis=0), np.zeros(outputs)
         if self.structure == "diag":
             sums = np.einsum("ncc,nd->dc", curvature, x * x)
-            variances, directions = 1 / (sums + self._prior(sums, weight)), ()
+            variances = 1 / (sums + self._prior(sums, weight))
         else:  # features and the bias have factors of their own, as KFAC of a linear layer has
             left, u = np.linalg.eigh(curvature.sum(0))
             right, v = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
             right = np.append(right.clip(0), np.ones(inputs - features))
             precision = np.outer(right, left.clip(0))
             variances = 1 / (precision + self._prior(precision, weight)) @ np.square(u).T
-            directions = v, np.zeros(features)
-        return *directions, variances[:features], variances[features:].sum(0)
+        more = variances[:features], variances[features:].sum(0)
+        return more if self.structure == "diag" else (v, np.zeros(features), *more)
 
     def _prior(self, precision: np.ndarray, weight: np.ndarray) -> float:
         """Return the precision of the prior, for the eigenvalues of the matrix (MacKay 1992, equation 4.9)."""

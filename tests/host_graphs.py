@@ -162,7 +162,7 @@ def unsure() -> ir.Model:
     """Return a step whose loss is of the mean over masks of Dropout."""
     network = model(
         "g (float[N,6] x) => (float[N,3] y) { r = Constant<value_float = 0.5>() d = Dropout(x, r) y = MatMul(d, w) }",
-        w=np.random.default_rng(7).integers(-3, 4, (6, 3)),
+        w=np.random.default_rng(7).integers(-3, 4, (6, 3)).astype(np.float32),
     )
     file = graphopt.explain(network, passes.MonteCarloDropout(16))
     loss = passes.MeanSquaredError(output="y.mean")

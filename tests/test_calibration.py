@@ -649,6 +649,22 @@ def test_a_run_is_calibrated_on_the_rows_that_it_held_out(
     assert not Path("all/calibrated.onnx").exists()
 
 
+def test_the_same_rows_under_another_path_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They counted as other rows, so that a temperature was learnt from those that trained."""
+    monkeypatch.chdir(tmp_path)
+    drawn = np.random.default_rng(0).permutation(400)
+    for name, order in (("rows", range(400)), ("copy", range(400)), ("others", drawn)):
+        np.savez(f"{name}.npz", x=rows()["x"][order], target=rows()["target"][order])
+    words = ["data=npz", "data.path=rows.npz", "model=linear", "fit.epochs=2", "fit.validation=0.25"]
+    assert cli.main([*words, "folder=run", "quiet=true", "executor.native=false"]) == 0
+    for name, about in (("copy", "100 rows held out by the run"), ("others", "400 rows")):
+        assert cli.main(["calibrate", "run", f"data.path={name}.npz"]) == 0
+        assert f"{about}. " in Path("run/calibration.html").read_text(), name
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("score", ["lac", "aps"])
 def test_a_file_with_sets_is_evaluated(score: str) -> None:
     data = rows(600)

@@ -67,8 +67,8 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
         metrics.add(found[spec.output], target, None, beside)
         numbers[when] = metrics.result()
         if spec.task != "regression":
-            (error := CalibrationError()).update(metrics.batch(found[spec.output], target, None, beside))
-            charts.append(_diagram(f"Reliability {when}", error))
+            (bins := CalibrationError()).update(metrics.batch(found[spec.output], target, None, beside))
+            charts.append(_diagram(f"Reliability {when}", bins))
     names = list(dict.fromkeys(name for each in numbers.values() for name in each))
     table = [[name, *(f"{x[name]:.4g}" if name in x else "" for x in numbers.values())] for name in names]
     print_table(console, ["measure", *numbers], table)
@@ -119,8 +119,8 @@ def _outputs(model: ir.Model, trained: Trained, data: Dataset) -> _Outputs:
     return predict(model, data, device=trained.recipe.device, **trained.batches)
 
 
-def _diagram(title: str, error: CalibrationError) -> str:
+def _diagram(title: str, bins: CalibrationError) -> str:
     """Return a chart of the share that is right against the mean confidence of each bin."""
-    count, confidence, right = error.sums[:, error.sums[0] > 0]
+    count, confidence, right = bins.sums[:, bins.sums[0] > 0]
     points = list(zip((confidence / count).tolist(), (right / count).tolist(), strict=True))
     return scatter_chart(title, points, "confidence", "share right", through="y = x")

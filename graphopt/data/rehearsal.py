@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,13 @@ def replay(
 
 def _read(path: ReadName) -> Dataset:
     """Return the data of a file, which the end of its name tells, or of a folder of .npy files."""
-    reader = {".npz": npz, ".csv": csv, ".parquet": parquet, "": npy}.get(Path(path).suffix.lower())
+    readers: dict[str, Callable[[ReadName], Dataset]] = {
+        ".npz": npz,
+        ".csv": csv,
+        ".parquet": parquet,
+        "": npy,
+    }
+    reader = readers.get(Path(path).suffix.lower())
     if reader is None:
         raise GraphoptError(
             f"replay: expected a file .npz, .csv or .parquet, or a folder of .npy, found {path}: give the data set of "

@@ -348,8 +348,9 @@ def _covered(batch: ScoredBatch) -> np.ndarray:
             "metrics: coverage: expected prediction sets of classes, found none: calibrate the file with "
             "passes.PredictionSet()"
         )
-    t, high = _columns(batch.target), _columns(batch.beside.get("upper", batch.predicted))
-    return (_columns(batch.beside["lower"]) <= t if "lower" in batch.beside else True) & (t <= high)
+    t, ends = _columns(batch.target), batch.beside
+    low = _columns(ends["lower"]) if "lower" in ends else np.array(-np.inf)
+    return np.asarray((low <= t) & (t <= _columns(ends.get("upper", batch.predicted))))
 
 
 def _widths(batch: ScoredBatch) -> np.ndarray:
@@ -487,8 +488,8 @@ class Metrics:
                 return ScoredBatch(target, predicted.reshape(target.shape), predicted, spec, beside=beside)
             low, high = spec.labels
             expected = np.where(target > (low + high) / 2, high, low)
-            flat = (x.reshape(-1) for x in (expected, predicted, prediction))
-            return ScoredBatch(*flat, spec, beside=beside)
+            expected, predicted, scores = (x.reshape(-1) for x in (expected, predicted, prediction))
+            return ScoredBatch(expected, predicted, scores, spec, beside=beside)
         probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
         expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
         valid = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
