@@ -342,7 +342,7 @@ def _log_losses(batch: ScoredBatch) -> np.ndarray:
 def _covered(batch: ScoredBatch) -> np.ndarray:
     """Return whether the target is in the set or the interval of its row, or, without these, at most the prediction."""
     if "set" in batch.beside:
-        return (batch.beside["set"] & (batch.probabilities()[1] > 0)).any(axis=1)
+        return np.any(batch.beside["set"] & (batch.probabilities()[1] > 0), axis=1)
     if batch.spec.task != "regression":
         raise GraphoptError(
             "metrics: coverage: expected prediction sets of classes, found none: calibrate the file with "
@@ -350,7 +350,7 @@ def _covered(batch: ScoredBatch) -> np.ndarray:
         )
     t, ends = _columns(batch.target), batch.beside
     low = _columns(ends["lower"]) if "lower" in ends else np.array(-np.inf)
-    return np.asarray((low <= t) & (t <= _columns(ends.get("upper", batch.predicted))))
+    return np.logical_and(low <= t, t <= _columns(ends.get("upper", batch.predicted)))
 
 
 def _widths(batch: ScoredBatch) -> np.ndarray:
