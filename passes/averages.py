@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -92,17 +91,8 @@ class Average(Pass):
                 state.set_next(model, average, moved)
                 self.beside(op, model, w, new, average, moved, share)
 
-    def beside(
-        self,
-        op: Emitter,
-        model: ir.Model,
-        w: ir.Value,
-        new: ir.Value,
-        average: ir.Value,
-        moved: ir.Value,
-        share: ir.Value,
-    ) -> None:
-        """Add further state of a parameter: `new` are its numbers, which have moved the average."""
+    def beside(self, op: Emitter, model: ir.Model, w: ir.Value, *moments: ir.Value) -> None:
+        """Add state of a parameter, from its new numbers, the average before and after them, and their share."""
 
     def _share(self, op: Emitter, t: ir.Value) -> ir.Value:
         """Emit the share of the parameters after update `t` in their averages, from 0 to 1."""
@@ -198,16 +188,8 @@ class SWAG(SWA):
 
     rank: int = within("[0, 1000]", 20)
 
-    def beside(
-        self,
-        op: Emitter,
-        model: ir.Model,
-        w: ir.Value,
-        new: ir.Value,
-        average: ir.Value,
-        moved: ir.Value,
-        share: ir.Value,
-    ) -> None:
+    def beside(self, op: Emitter, model: ir.Model, w: ir.Value, *moments: ir.Value) -> None:
+        new, average, moved, share = moments
         initial = initial_array(w)
         share = op.cast(share, average.dtype)
         variance = state.declare_slot(model, w, _VARIANCE, np.zeros_like(initial))
@@ -240,21 +222,20 @@ class SWAG(SWA):
         try:
             for _ in range(samples):
                 factors = random.standard_normal(1000)  # of the deviations of all parameters
-                executor.update_state({name: _near(known, name, factors, random) for name in averages})
+                near = {}
+                for name, mean in averages.items():
+                    owner = name.removesuffix(f".{AVERAGE}")
+                    moved = np.sqrt(known[f"{owner}.{_VARIANCE}"].clip(0)) * random.standard_normal(
+                        mean.shape
+                    )
+                    rows = known.get(f"{owner}.{_DEVIATIONS}")
+                    if rows is not None:
+                        count = max(int(rows.reshape(len(rows), -1).any(1).sum()), 2)
+                        moved += np.tensordot(factors[: len(rows)], rows, 1) / np.sqrt(count - 1)
+                        moved /= np.sqrt(2)
+                    near[name] = (mean + moved).astype(mean.dtype)
+                executor.update_state(near)
                 models.append(executor.trained())
         finally:
             executor.update_state(averages)
         return models
-
-
-def _near(
-    known: Mapping[str, np.ndarray], name: str, factors: np.ndarray, random: np.random.Generator
-) -> np.ndarray:
-    """Return numbers that are drawn around an average."""
-    mean, owner = known[name], name.removesuffix(f".{AVERAGE}")
-    moved = np.sqrt(known[f"{owner}.{_VARIANCE}"].clip(0)) * random.standard_normal(mean.shape)
-    rows = known.get(f"{owner}.{_DEVIATIONS}")
-    if rows is not None:
-        count = max(int(rows.reshape(len(rows), -1).any(1).sum()), 2)
-        moved = (moved + np.tensordot(factors[: len(rows)], rows, 1) / np.sqrt(count - 1)) / np.sqrt(2)
-    return (mean + moved).astype(mean.dtype)

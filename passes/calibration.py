@@ -176,8 +176,7 @@ class OfClasses(Learning):
             )
         noted = classification_of(model)
         noted = noted if noted is not None and noted.output == y.name else None
-        node, inner = _activation(y), y
-        scores = Scores(y, y, None, noted)
+        node, inner, scores = _activation(y), y, Scores(y, y, None, noted)
         if node is not None:
             scores = Scores(y, given(node.inputs[0]), node.op_type, noted)
         if node is not None and node.op_type != "Sigmoid":
@@ -268,6 +267,7 @@ class Calibration(OfClasses):
 
     per_class: ClassVar[bool] = False
     has_bias: ClassVar[bool] = False
+    of_two: ClassVar[bool | None] = None  # whether there are two classes, of one number; None for both
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Any:
         """Return the pass with the numbers that it has learnt."""
@@ -327,6 +327,16 @@ class Calibration(OfClasses):
 
     def scores(self, model: ir.Model) -> Scores:
         scores = super().scores(model)
+        if self.of_two not in (None, scores.is_binary):
+            due, other = (
+                ("[N] or [N, 1] of two classes", "VectorScaling")
+                if self.of_two
+                else ("[N, classes]", "Platt")
+            )
+            raise self.wrong(
+                f"expected an output {due}, found {scores.output.name!r} of shape {scores.output.shape}: take "
+                f"passes.{other}"
+            )
         if learnt := Derived.all(model, scores.output.name):
             raise self.wrong(
                 f"expected scores from which nothing has been learnt, found the output "
@@ -395,18 +405,10 @@ class VectorScaling(Calibration):
 
     per_class: ClassVar[bool] = True
     has_bias: ClassVar[bool] = True
+    of_two: ClassVar[bool | None] = False
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> VectorScaling:
         return replace(self, scale=tuple(scale.tolist()), bias=tuple(bias.tolist()))
-
-    def scores(self, model: ir.Model) -> Scores:
-        scores = super().scores(model)
-        if scores.is_binary:
-            raise self.wrong(
-                f"expected an output [N, classes], found {scores.output.name!r} of shape {scores.output.shape}: take "
-                "passes.Platt"
-            )
-        return scores
 
 
 @dataclass(frozen=True)
@@ -424,18 +426,10 @@ class Platt(Calibration):
     bias: float = 0.0
 
     has_bias: ClassVar[bool] = True
+    of_two: ClassVar[bool | None] = True
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Platt:
         return replace(self, scale=scale.item(), bias=float(bias[1] - bias[0]))
-
-    def scores(self, model: ir.Model) -> Scores:
-        scores = super().scores(model)
-        if not scores.is_binary:
-            raise self.wrong(
-                f"expected an output [N] or [N, 1] of two classes, found {scores.output.name!r} of shape "
-                f"{scores.output.shape}: take passes.VectorScaling"
-            )
-        return scores
 
 
 def _log_softmax(z: np.ndarray) -> np.ndarray:

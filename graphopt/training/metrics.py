@@ -26,6 +26,7 @@ from graphopt.moments import Moments
 # A name, a name with options such as {"top_k": {"k": 3}}, or a function of all targets and predictions
 Wanted = str | Mapping[str, Any] | Callable[[np.ndarray, np.ndarray], float]
 
+_NO_SETS = "metrics: {}: expected prediction {}, found none: calibrate the file with passes.PredictionSet()"
 AVERAGES = ("macro", "micro", "weighted", "binary")
 RECORDED = (  # what a record has beside metrics
     *("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "seconds"),
@@ -344,10 +345,7 @@ def _covered(batch: ScoredBatch) -> np.ndarray:
     if "set" in batch.beside:
         return np.any(batch.beside["set"] & (batch.probabilities()[1] > 0), axis=1)
     if batch.spec.task != "regression":
-        raise GraphoptError(
-            "metrics: coverage: expected prediction sets of classes, found none: calibrate the file with "
-            "passes.PredictionSet()"
-        )
+        raise GraphoptError(_NO_SETS.format("coverage", "sets of classes"))
     t, ends = _columns(batch.target), batch.beside
     low = _columns(ends["lower"]) if "lower" in ends else np.array(-np.inf)
     return np.logical_and(low <= t, t <= _columns(ends.get("upper", batch.predicted)))
@@ -356,10 +354,7 @@ def _covered(batch: ScoredBatch) -> np.ndarray:
 def _widths(batch: ScoredBatch) -> np.ndarray:
     """Return the number of classes in each set, or the width of each interval."""
     if not {"set", "lower"} & {*batch.beside}:
-        raise GraphoptError(
-            "metrics: mean_width: expected prediction sets or intervals, found none: calibrate the file with "
-            "passes.PredictionSet() or passes.PredictionInterval()"
-        )
+        raise GraphoptError(_NO_SETS.format("mean_width", "sets or intervals"))
     if "set" in batch.beside:
         return batch.beside["set"].sum(axis=1)
     return _columns(batch.beside["upper"]) - _columns(batch.beside["lower"])
@@ -509,15 +504,9 @@ class Metrics:
         count = float(weights.sum(dtype=np.float64))
         self._tokens += count * loss if count else 0.0, count
 
-    def add(
-        self,
-        prediction: np.ndarray,
-        target: np.ndarray,
-        weights: np.ndarray | None = None,
-        beside: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        """Accumulate a batch; its arguments are those of `batch`."""
-        batch = self.batch(prediction, target, weights, beside)
+    def add(self, *scored: Any) -> None:
+        """Accumulate a batch, of the arguments of `batch`."""
+        batch = self.batch(*scored)
         if batch.target.size:
             self._empty = False
             for metric in self._metrics.values():
