@@ -64,10 +64,10 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
         if spec is None or spec.output not in found:
             continue
         metrics = Metrics(spec, [*_MEASURES[spec.task], *(_OF_SETS if {"set", "lower"} & {*beside} else ())])
-        metrics.add(found[spec.output], target, None, beside)
+        metrics.add(found[spec.output], target, **beside)
         numbers[when] = metrics.result()
         if spec.task != "regression":
-            (bins := CalibrationError()).update(metrics.batch(found[spec.output], target, None, beside))
+            (bins := CalibrationError()).update(metrics.batch(found[spec.output], target, **beside))
             charts.append(_diagram(f"Reliability {when}", bins))
     names = list(dict.fromkeys(name for each in numbers.values() for name in each))
     table = [[name, *(f"{x[name]:.4g}" if name in x else "" for x in numbers.values())] for name in names]

@@ -267,7 +267,7 @@ class HeldOut:
             for target, (output, metric) in chosen.items():
                 if outputs:
                     beside = {kind: values[name_of(y)] for kind, y in derived[output].items()}
-                    metric.add(values[output], feeds[target], weights, beside)
+                    metric.add(values[output], feeds[target], weights, **beside)
                 if metric.of_losses and weights is not None:
                     own = values.get("data_loss", values["loss"])
                     metric.add_losses(values.get(f"loss_{output}", own), weights)

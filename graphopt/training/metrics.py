@@ -43,9 +43,7 @@ class ScoredBatch:
     scores: np.ndarray  # the output that decides on each label: one for each element (and class)
     spec: TargetSpec
     expected: np.ndarray | None = None  # the probability of each class, if the target has probabilities
-    beside: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # what the file says of its sureness, by kind
+    beside: Mapping[str, np.ndarray] = field(default_factory=dict)  # derived outputs, by kind
 
     def log_probabilities(self) -> np.ndarray:
         """Return the logarithm of the probability of each class of each element."""
@@ -343,7 +341,8 @@ def _log_losses(batch: ScoredBatch) -> np.ndarray:
 def _covered(batch: ScoredBatch) -> np.ndarray:
     """Return whether the target is in the set or the interval of its row, or, without these, at most the prediction."""
     if "set" in batch.beside:
-        return np.any(batch.beside["set"] & (batch.probabilities()[1] > 0), axis=1)
+        own = batch.probabilities()[1].argmax(axis=1)
+        return np.take_along_axis(batch.beside["set"], own[:, None], axis=1)[:, 0]
     if batch.spec.task != "regression":
         raise GraphoptError(_NO_SETS.format("coverage", "sets of classes"))
     t, ends = _columns(batch.target), batch.beside
@@ -467,14 +466,9 @@ class Metrics:
         prediction: np.ndarray,
         target: np.ndarray,
         weights: np.ndarray | None = None,
-        beside: Mapping[str, np.ndarray] | None = None,
+        **beside: np.ndarray,
     ) -> ScoredBatch:
-        """Return an output and its target in the form that metrics read; tokens whose weight is 0 do not count.
-
-        Args:
-            beside: the outputs that the file derives from this one, by their kind.
-        """
-        beside = beside or {}
+        """Return an output and its target in the form that metrics read; tokens whose weight is 0 do not count."""
         if self._spec.shift:
             prediction, target = prediction[:, : -self._spec.shift], target[:, self._spec.shift :]
         spec, predicted = self._spec, self.predicted(prediction)
@@ -504,9 +498,9 @@ class Metrics:
         count = float(weights.sum(dtype=np.float64))
         self._tokens += count * loss if count else 0.0, count
 
-    def add(self, *scored: Any) -> None:
+    def add(self, *scored: np.ndarray | None, **beside: np.ndarray) -> None:
         """Accumulate a batch, of the arguments of `batch`."""
-        batch = self.batch(*scored)
+        batch = self.batch(*scored, **beside)  # type: ignore[arg-type]
         if batch.target.size:
             self._empty = False
             for metric in self._metrics.values():
