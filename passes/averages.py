@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
@@ -21,7 +23,9 @@ from graphopt.graph.values import name_of, next_of, redirect, wide_type
 from graphopt.intervals import within
 from passes.optimizers.slots import initial_array
 
-__all__ = ["EMA", "SWA", "Average"]
+_VARIANCE, _DEVIATIONS = "variance", "deviations"  # of a parameter, over the averaged ones
+
+__all__ = ["EMA", "SWA", "SWAG", "Average"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class Average(Pass):
                 new = op.cast(following[next_of(w)], average.dtype)
                 moved = average + op.cast(share, average.dtype) * (new - average)
                 state.set_next(model, average, moved)
+                self.beside(op, model, w, new, average, moved, share)
+
+    def beside(self, op: Emitter, model: ir.Model, w: ir.Value, *moments: ir.Value) -> None:
+        """Add state of a parameter, from its new numbers, the average before and after them, and their share."""
 
     def _share(self, op: Emitter, t: ir.Value) -> ir.Value:
         """Emit the share of the parameters after update `t` in their averages, from 0 to 1."""
@@ -156,3 +164,78 @@ class SWA(Average):
 
     def share(self, op: Emitter, count: ir.Value) -> ir.Value:
         return 1 / (count + 1.0)
+
+
+@dataclass(frozen=True)
+class SWAG(SWA):
+    """Also keep the variance of the parameters, and how the last ones deviate (Maddox et al. 2019, arXiv:1902.02476).
+
+    A parameter NAME gets the state `NAME.variance` and, with a rank, `NAME.deviations` [rank, ...]. `drawn` returns
+    models whose weights are drawn from the normal distribution of this mean and covariance, for `passes.Ensemble`.
+
+    Args:
+        rank: the number of deviations, at most so many as there are averaged parameters; 0 for variances alone.
+
+    >>> steps = {"optimizer": passes.SGD(0.1), "average": passes.SWAG(start=2, rank=3)}
+    >>> step = graphopt.compile(models.linear((4,), 3), loss=passes.CrossEntropy(), **steps)
+    >>> executor = graphopt.Executor(step)
+    >>> rows = {"x": numpy.eye(4, dtype=numpy.float32), "target": numpy.arange(4) % 3}
+    >>> for _ in range(8):
+    ...     report = executor.step(rows)
+    >>> first, *others = passes.SWAG.drawn(executor, samples=5)
+    >>> unsure = graphopt.explain(first, passes.Ensemble(others))
+    """
+
+    rank: int = within("[0, 1000]", 20)
+
+    def beside(self, op: Emitter, model: ir.Model, w: ir.Value, *moments: ir.Value) -> None:
+        new, average, moved, share = moments
+        initial = initial_array(w)
+        share = op.cast(share, average.dtype)
+        variance = state.declare_slot(model, w, _VARIANCE, np.zeros_like(initial))
+        product = (new - average) * (new - moved)  # Welford 1962: no squares that cancel
+        state.set_next(model, variance, variance + share * (product - variance))
+        if self.rank:
+            rows = np.zeros((self.rank, *initial.shape), initial.dtype)
+            deviations = state.declare_slot(model, w, _DEVIATIONS, rows)
+            later = op.Concat(
+                op.Slice(deviations, [1], [self.rank], [0]), op.Unsqueeze(new - moved, [0]), axis=0
+            )
+            counts = op.And(
+                op.Greater(share, 0.0), op.Less(share, 1.0)
+            )  # it is 1 before the start, 0 in between
+            state.set_next(model, deviations, op.Where(counts, later, deviations))
+
+    @staticmethod
+    def drawn(executor: Any, samples: int = 20, seed: int = 0) -> list[onnx.ModelProto]:
+        """Return trained models, as `Executor.trained` does, whose weights are drawn; the executor stays as it is.
+
+        Raises:
+            GraphoptError: the executor has no such state.
+        """
+        known, random = executor.state, np.random.default_rng(seed)
+        read = state.averages_read(executor.model).items()
+        averages = {name: known[name] for name, owner in read if f"{owner}.{_VARIANCE}" in known}
+        if not averages:
+            raise GraphoptError("SWAG.drawn: expected an executor with average=passes.SWAG(), found another")
+        models = []
+        try:
+            for _ in range(samples):
+                factors = random.standard_normal(1000)  # of the deviations of all parameters
+                near = {}
+                for name, mean in averages.items():
+                    owner = name.removesuffix(f".{AVERAGE}")
+                    moved = np.sqrt(known[f"{owner}.{_VARIANCE}"].clip(0)) * random.standard_normal(
+                        mean.shape
+                    )
+                    rows = known.get(f"{owner}.{_DEVIATIONS}")
+                    if rows is not None:
+                        count = max(int(rows.reshape(len(rows), -1).any(1).sum()), 2)
+                        moved += np.tensordot(factors[: len(rows)], rows, 1) / np.sqrt(count - 1)
+                        moved /= np.sqrt(2)
+                    near[name] = (mean + moved).astype(mean.dtype)
+                executor.update_state(near)
+                models.append(executor.trained())
+        finally:
+            executor.update_state(averages)
+        return models

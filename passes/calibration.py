@@ -14,7 +14,9 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.classified import activation_of, classification_of
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import Derived
 from graphopt.graph.rewriting import Pass, Read
+from graphopt.graph.roles import TargetSpec
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dims_of, dtype_of, given, is_floating, name_of, rank, redirect
 from graphopt.intervals import within
@@ -28,55 +30,59 @@ __all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScal
 
 _PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
-_ADDED, _BESIDE = ("lower", "probability", "upper"), ("mean", "mutual_information", "variance")  # outputs
+_BESIDE = ("mean", "mutual_information", "variance")  # what OUTPUT.KIND are; other outputs are called KIND
 _FROM_ONE = 1e-3  # of a sum of probabilities
 _ALL = 2**31  # rows
-_TURNS, _GRADIENT, _CERTAIN = (
-    100,
-    1e-10,
-    1e-6,
-)  # of Newton's method, and the mean loss that means: no mistake is left
-_Own = TypeVar("_Own", bound="Calibration")
+_TURNS, _GRADIENT = 100, 1e-10  # of Newton's method
+_CERTAIN = 1e-6  # the mean loss that means: no mistake is left
 _Of = TypeVar("_Of", bound="OfClasses")
+_Own = TypeVar("_Own", bound="Calibration")
 
 
 @dataclass(frozen=True)
 class Learning(Pass):
-    """Learn from rows that did not train, which `graphopt.calibrate` reads.
+    """Learn from rows, which `graphopt.calibrate` reads, what a model gets that says how sure it is.
 
     Args:
-        output: the name of the output; by default, the only floating-point one.
+        output: the name of the output; by default, the only floating-point one that no such pass has added.
     """
 
     output: str | None = field(default=None, kw_only=True)
 
     alters: ClassVar[str] = "calibrates predictions"
     follows: ClassVar[bool] = True
+    learnt_as: ClassVar[str] = "scale"  # the field that None leaves to be learnt
+
+    @property
+    def learns(self) -> bool:
+        return getattr(self, self.learnt_as, self) is None
 
     def requires(self, model: ir.Model) -> None:
+        name = type(self).__name__
         if self.learns:
             raise GraphoptError(
-                f"{type(self).__name__} learns from rows that did not train: call graphopt.calibrate(model, data, "
-                f"passes.{type(self).__name__}(...))"
+                f"{name} learns from rows that did not train: call graphopt.calibrate(model, data, passes.{name}(...))"
             )
 
-    def on_rows(self, model: ir.Model, y: ir.Value, read: Read) -> tuple[np.ndarray, np.ndarray]:
-        """Return a value of the model on all rows, and the rows' targets, both as float64."""
-        model = watching(model, [name_of(y)])
+    def wrong(self, message: str) -> GraphoptError:
+        """Return the error of the pass."""
+        return GraphoptError(f"{type(self).__name__}: {message}")
+
+    def on_rows(self, model: ir.Model, read: Read, *values: ir.Value) -> list[np.ndarray]:
+        """Return values of the model on all rows, and the rows' targets, as float64."""
+        model = watching(model, [*dict.fromkeys(name_of(y) for y in values)])
         target = ir.Value(name="target", type=ir.TensorType(ir.DataType.DOUBLE))
         model.graph.inputs.append(target)
         with Emitter(model) as op:
             model.graph.outputs.append(op.Identity(target, _outputs=["target.read"]))
-        parts = [tuple(x.astype(np.float64) for x in outputs.values()) for outputs in read.run(model, _ALL)]
+        parts = list(read.run(model, _ALL))
         if not parts:
-            raise GraphoptError(f"{type(self).__name__}: expected rows to learn from, found none")
-        predicted, targets = map(np.concatenate, zip(*parts, strict=True))
-        for name, numbers in ((y.name, predicted), ("target", targets)):
+            raise self.wrong("expected rows to learn from, found none")
+        arrays = {name: np.concatenate([x[name] for x in parts]).astype(np.float64) for name in parts[0]}
+        for name, numbers in arrays.items():
             if not np.isfinite(numbers).all():
-                raise GraphoptError(
-                    f"{type(self).__name__}: expected finite numbers of {name!r}, found others"
-                )
-        return predicted, targets
+                raise self.wrong(f"expected finite numbers of {name!r}, found others")
+        return [arrays[name_of(y)] for y in (*values, model.graph.outputs[-1])]
 
     def class_numbers(self, targets: np.ndarray, classes: int) -> np.ndarray:
         """Return the number of the class of each row."""
@@ -84,30 +90,52 @@ class Learning(Pass):
         wrong = numbers[(numbers != np.floor(numbers)) | (numbers < 0) | (numbers >= classes)]
         if numbers.shape[1] != 1 or wrong.size:
             found = f"rows of {numbers.shape[1]}" if numbers.shape[1] != 1 else f"{wrong[0]:g}"
-            raise GraphoptError(
-                f"{type(self).__name__}: expected a class from 0 to {classes - 1} as the target of each row, found "
-                f"{found}"
+            raise self.wrong(
+                f"expected a class from 0 to {classes - 1} as the target of each row, found {found}"
             )
         return numbers[:, 0].astype(np.int64)
 
-    def own_output(self, model: ir.Model) -> ir.Value:
-        """Return the output of the name, or the only floating-point one that no such pass has added, by their names."""
-        names = [name_of(y) for y in model.graph.outputs if is_floating(y)]
-        added = {*_ADDED, *(f"{name}.{what}" for name in names for what in _BESIDE)}
-        detached = metadata.Detached.read(model)
-        returned = names if detached is None else detached.outputs  # by the file
-        own = [name for name in names if name not in added and name in returned]
-        return floating_output(model, self.output or (own[0] if len(own) == 1 else None), "output")
+    def matching(self, targets: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        """Return targets in the shape of what is predicted."""
+        if targets.size != predicted.size:
+            raise self.wrong(
+                f"expected targets of shape {list(predicted.shape)}, found {list(targets.shape)}"
+            )
+        return targets.reshape(predicted.shape)
 
-    def check_free(self, model: ir.Model, *names: str) -> None:
+    def own_output(self, model: ir.Model) -> ir.Value:
+        return floating_output(model, self.output, "output")
+
+    def number(self, model: ir.Model, name: str, value: object, like: ir.Value) -> ir.Value:
+        """Add numbers as an initializer, which a training of the file can train on."""
+        return register(model, name, np.asarray(value, dtype_of(like).numpy()))
+
+    def check_free(self, model: ir.Model, y: ir.Value, *kinds: str) -> None:
         """Raise an error if the model has one of the outputs that the pass adds, and rename inner values."""
-        for name in names:
-            if any(y.name == name for y in model.graph.outputs):
-                raise GraphoptError(
-                    f"{type(self).__name__}: expected a model without the output {name!r}, which it adds, found one, "
-                    "as another such pass adds: take one of them, or start from the file before"
+        for name in (_name_beside(y, kind) for kind in kinds):
+            if any(x.name == name for x in model.graph.outputs):
+                raise self.wrong(
+                    f"expected a model without the output {name!r}, which it adds, found one, as another such pass "
+                    "adds: take one of them, or start from the file before"
                 )
             state.check_free(model, name)
+
+    def add(self, op: Emitter, model: ir.Model, y: ir.Value, **made: ir.Value) -> None:
+        """Add outputs, by their kinds, that are computed from an output, and note so."""
+        for kind, value in made.items():
+            added = op.Identity(value, _outputs=[_name_beside(y, kind)])
+            model.graph.outputs.append(Derived(name_of(y), kind).write(added))
+
+
+def _name_beside(y: ir.Value, kind: str) -> str:
+    return f"{y.name}.{kind}" if kind in _BESIDE else kind
+
+
+def typed_copy(model: ir.Model) -> ir.Model:
+    """Return a copy of a model in which all values have types, for a pass to emit others."""
+    model = model.clone()
+    ensure_typed(model)
+    return model
 
 
 @dataclass(frozen=True)
@@ -128,19 +156,14 @@ class OfClasses(Learning):
             GraphoptError: one number for each row is between 0 and 1, as some logits are.
         """
         scores = self.scores(model)
-        noted = classification_of(model)
-        if (
-            self.from_logits is not None
-            or scores.logits is not scores.output
-            or (noted is not None and noted.output == scores.output.name)
-        ):
+        if self.from_logits is not None or scores.logits is not scores.output or scores.noted is not None:
             return self
-        y, _ = self.on_rows(model, scores.output, read)
+        y, _ = self.on_rows(model, read, scores.output)
         is_rate = bool(((y >= 0) & (y <= 1)).all())
         if is_rate and scores.is_binary:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected from_logits=true or false, since {scores.output.name!r} is between 0 "
-                "and 1 in all rows, as probabilities and some logits are, found null: set it"
+            raise self.wrong(
+                f"expected from_logits=true or false, since {scores.output.name!r} is between 0 and 1 in all rows, as "
+                "probabilities and some logits are, found null: set it"
             )
         is_rate = is_rate and bool(np.abs(y.sum(1) - 1).max() <= _FROM_ONE)
         return replace(self, from_logits=not is_rate)
@@ -149,51 +172,56 @@ class OfClasses(Learning):
         """Return the output whose classes have probabilities."""
         y = self.own_output(model)
         if y.shape is None or rank(y) not in (1, 2):
-            raise GraphoptError(
-                f"{type(self).__name__}: expected an output [N, classes], or [N] or [N, 1] of two classes, found "
-                f"{y.name!r} of shape {y.shape}"
+            raise self.wrong(
+                f"expected an output [N, classes], or [N] or [N, 1] of two classes, found {y.name!r} of shape {y.shape}"
             )
-        node, inner = y.producer(), y
         noted = classification_of(model)
         noted = noted if noted is not None and noted.output == y.name else None
-        if node is not None and node.domain == "" and node.op_type in _ACTIVATIONS:
-            scores = Scores(y, given(node.inputs[0]), node.op_type)
-            if node.op_type != "Sigmoid" and (
-                scores.is_binary or node.attributes.get_int("axis", -1) % 2 == 0
-            ):
-                raise GraphoptError(
-                    f"{type(self).__name__}: expected a {node.op_type} over the classes of each row, found "
-                    f"{y.name!r} of shape {y.shape}, axis {node.attributes.get_int('axis', -1)}"
+        node, inner, scores = _activation(y), y, Scores(y, y, None, noted)
+        if node is not None:
+            scores = Scores(y, given(node.inputs[0]), node.op_type, noted)
+        if node is not None and node.op_type != "Sigmoid":
+            axis = node.attributes.get_int("axis", -1)
+            if scores.is_binary or axis % 2 == 0:
+                raise self.wrong(
+                    f"expected a {node.op_type} over the classes of each row, found {y.name!r} of shape {y.shape}, "
+                    f"axis {axis}"
                 )
-        else:
-            scores = Scores(y, y, None)
-        if not scores.is_binary and (
-            scores.activation == "Sigmoid" or (noted is not None and noted.labels is not None)
-        ):
-            raise GraphoptError(
-                f"{type(self).__name__}: expected one label for each row, found a Sigmoid for each of "
-                f"{dims_of(y)[1]} columns of {y.name!r}"
+        elif not scores.is_binary and (node is not None or (noted is not None and noted.labels is not None)):
+            raise self.wrong(
+                f"expected one label for each row, found a Sigmoid for each of {dims_of(y)[1]} columns of {y.name!r}"
             )
-        if scores.activation:
+        if node is not None:
             return scores
         while (node := inner.producer()) is not None and node.domain == "" and node.op_type in _PASSING:
             inner = given(node.inputs[0])
-        if inner is not y and node is not None and node.domain == "" and node.op_type in _ACTIVATIONS:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected logits, found that {y.name!r} comes out of the {node.op_type} "
-                f"{inner.name!r}: make {given(node.inputs[0]).name!r}, the value before it, the output"
+        if inner is not y and (node := _activation(inner)) is not None:
+            raise self.wrong(
+                f"expected logits, found that {y.name!r} comes out of the {node.op_type} {inner.name!r}: make "
+                f"{given(node.inputs[0]).name!r}, the value before it, the output"
             )
         is_rate = self.from_logits is False or (noted is not None and activation_of(noted) == "")
-        return Scores(y, None if is_rate or activation_behind(y) else y, None)
+        return replace(scores, logits=None if is_rate or activation_behind(y) else y)
+
+
+def _activation(y: ir.Value) -> ir.Node | None:
+    """Return the node that computes a value if it makes rates of logits."""
+    node = y.producer()
+    return node if node is not None and node.domain == "" and node.op_type in _ACTIVATIONS else None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Hold an output of classes: its logits, if the graph shows them, and the operator that makes rates of them."""
+    """Hold an output of classes: its logits, if the graph shows them, and the operator that makes rates of them.
+
+    Args:
+        noted: how the file says that the output classifies.
+    """
 
     output: ir.Value
     logits: ir.Value | None
     activation: str | None
+    noted: TargetSpec | None = None
 
     @property
     def is_binary(self) -> bool:
@@ -240,6 +268,7 @@ class Calibration(OfClasses):
 
     per_class: ClassVar[bool] = False
     has_bias: ClassVar[bool] = False
+    of_two: ClassVar[bool | None] = None  # whether there are two classes, of one number; None for both
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Any:
         """Return the pass with the numbers that it has learnt."""
@@ -247,43 +276,43 @@ class Calibration(OfClasses):
 
     def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
         """Emit the calibrated logits; `name` is that of the output."""
-        raise NotImplementedError
+        z = logits * self.number(model, f"{name}.scale", getattr(self, "scale", 1.0), logits)
+        return z + self.number(model, f"{name}.bias", getattr(self, "bias", None) or 0.0, logits)
 
     def adapted(self: _Own, model: ir.Model, read: Read) -> _Own:
-        model = model.clone()
-        ensure_typed(model)
+        model = typed_copy(model)
         known = self.looked_at(model, read)
         scores = known.scores(model)
         with Emitter(model) as op:
             logits = scores.emit_logits(op)
-        if logits.name is None:
-            logits.name = "calibration.logits"
-        z, targets = self.on_rows(model, logits, read)
+        logits.name = logits.name or "calibration.logits"
+        z, targets = self.on_rows(model, read, logits)
         if scores.is_binary:
             z = np.stack([np.zeros(len(z)), z.reshape(-1)], 1)
         numbers = self.class_numbers(targets, z.shape[1])
-        if (
-            self.per_class
-            and (missing := np.flatnonzero(np.bincount(numbers, minlength=z.shape[1]) == 0)).size
-        ):
-            raise GraphoptError(
-                f"{type(self).__name__}: expected rows of each of {z.shape[1]} classes, found none of class "
-                f"{missing[0]}: passes.Temperature needs no row of each class"
+        missing = np.flatnonzero(np.bincount(numbers, minlength=z.shape[1]) == 0)
+        if self.per_class and missing.size:
+            raise self.wrong(
+                f"expected rows of each of {z.shape[1]} classes, found none of class {missing[0]}: passes.Temperature "
+                "needs no row of each class"
             )
         return known._fitted(z, numbers)
 
-    def _fitted(self: _Own, z: np.ndarray, numbers: np.ndarray) -> _Own:
+    def _fitted(self: _Own, z: np.ndarray, numbers: np.ndarray, weights: np.ndarray | None = None) -> _Own:
         """Return the pass with the numbers of the least cross-entropy of logits [N, classes]."""
-        found = _most_likely(z, numbers, z.shape[1] if self.per_class else 1, self.has_bias)
+        weights = np.ones(len(z)) if weights is None else weights
+        found = _most_likely(
+            z, numbers, weights / weights.sum(), z.shape[1] if self.per_class else 1, self.has_bias
+        )
         if found is None:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected rows with mistakes, by which the best scale is finite, "
-                f"found {len(z)} rows without: take more rows, none of which trained"
+            raise self.wrong(
+                f"expected rows with mistakes, by which the best scale is finite, found {len(z)} rows without: take "
+                "more rows, none of which trained"
             )
         if not self.per_class and found[0] <= 0:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected larger logits of the right classes, found a best scale of "
-                f"{found[0].item():.3g}: train the model before, or look at the order of its classes"
+            raise self.wrong(
+                f"expected larger logits of the right classes, found a best scale of {found[0].item():.3g}: train the "
+                "model before, or look at the order of its classes"
             )
         learnt: _Own = self.learnt(*found)
         return learnt
@@ -299,17 +328,22 @@ class Calibration(OfClasses):
 
     def scores(self, model: ir.Model) -> Scores:
         scores = super().scores(model)
-        learnt = {"set", f"{scores.output.name}.variance"} & {name_of(y) for y in model.graph.outputs}
-        if learnt:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected scores from which nothing has been learnt, found the output "
-                f"{min(learnt)!r}: calibrate before PredictionSet, LastLayerLaplace and others"
+        if self.of_two not in (None, scores.is_binary):
+            due, other = (
+                ("[N] or [N, 1] of two classes", "VectorScaling")
+                if self.of_two
+                else ("[N, classes]", "Platt")
+            )
+            raise self.wrong(
+                f"expected an output {due}, found {scores.output.name!r} of shape {scores.output.shape}: take "
+                f"passes.{other}"
+            )
+        if learnt := Derived.all(model, scores.output.name):
+            raise self.wrong(
+                f"expected scores from which nothing has been learnt, found the output "
+                f"{next(iter(learnt.values())).name!r}: calibrate before PredictionSet, LastLayerLaplace and others"
             )
         return scores
-
-    def number(self, model: ir.Model, name: str, value: object, like: ir.Value) -> ir.Value:
-        """Add numbers as an initializer, which a training of the file can train on."""
-        return register(model, name, np.asarray(value, dtype_of(like).numpy()))
 
 
 def replace_output(model: ir.Model, y: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
@@ -337,17 +371,15 @@ class Temperature(Calibration):
 
     log_temperature: float | None = within("[-50, 50]", None)
 
-    @property
-    def learns(self) -> bool:
-        return self.log_temperature is None
+    learnt_as: ClassVar[str] = "log_temperature"
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Temperature:
         return replace(self, log_temperature=-math.log(scale.item()))
 
     @classmethod
-    def of(cls, p: np.ndarray, numbers: np.ndarray) -> Temperature:
-        """Return the pass of probabilities [N, classes], and of the numbers of the right classes."""
-        return cls()._fitted(_logarithms(p), numbers)
+    def of(cls, p: np.ndarray, numbers: np.ndarray, weights: np.ndarray | None = None) -> Temperature:
+        """Return the pass of probabilities [N, classes], of the numbers of the right classes, and of rows' weights."""
+        return cls()._fitted(_logarithms(p), numbers, weights)
 
     def of_probabilities(self, p: np.ndarray) -> np.ndarray:
         """Return calibrated probabilities [N, classes]."""
@@ -374,26 +406,10 @@ class VectorScaling(Calibration):
 
     per_class: ClassVar[bool] = True
     has_bias: ClassVar[bool] = True
-
-    @property
-    def learns(self) -> bool:
-        return self.scale is None
+    of_two: ClassVar[bool | None] = False
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> VectorScaling:
         return replace(self, scale=tuple(scale.tolist()), bias=tuple(bias.tolist()))
-
-    def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
-        z = logits * self.number(model, f"{name}.scale", self.scale, logits)
-        return z + self.number(model, f"{name}.bias", self.bias or 0.0, logits)
-
-    def scores(self, model: ir.Model) -> Scores:
-        scores = super().scores(model)
-        if scores.is_binary:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected an output [N, classes], found {scores.output.name!r} of shape "
-                f"{scores.output.shape}: take passes.Platt"
-            )
-        return scores
 
 
 @dataclass(frozen=True)
@@ -411,26 +427,10 @@ class Platt(Calibration):
     bias: float = 0.0
 
     has_bias: ClassVar[bool] = True
-
-    @property
-    def learns(self) -> bool:
-        return self.scale is None
+    of_two: ClassVar[bool | None] = True
 
     def learnt(self, scale: np.ndarray, bias: np.ndarray) -> Platt:
         return replace(self, scale=scale.item(), bias=float(bias[1] - bias[0]))
-
-    def calibrate(self, op: Emitter, model: ir.Model, logits: ir.Value, name: str) -> ir.Value:
-        z = logits * self.number(model, f"{name}.scale", self.scale, logits)
-        return z + self.number(model, f"{name}.bias", self.bias, logits)
-
-    def scores(self, model: ir.Model) -> Scores:
-        scores = super().scores(model)
-        if not scores.is_binary:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected an output [N] or [N, 1] of two classes, found "
-                f"{scores.output.name!r} of shape {scores.output.shape}: take passes.VectorScaling"
-            )
-        return scores
 
 
 def _log_softmax(z: np.ndarray) -> np.ndarray:
@@ -443,11 +443,11 @@ def _logarithms(p: np.ndarray) -> np.ndarray:
 
 
 def _most_likely(
-    z: np.ndarray, target: np.ndarray, scales: int, has_bias: bool
+    z: np.ndarray, target: np.ndarray, weights: np.ndarray, scales: int, has_bias: bool
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the scales and biases of logits that give targets the largest likelihood; None if there are none.
 
-    Each step of Newton's method is solved by conjugate gradients, so that no matrix of the Hessian is needed.
+    The weights of rows sum to 1. Each step of Newton's method is solved by conjugate gradients, without a matrix.
     """
     rows, classes = np.arange(len(z)), z.shape[1]
     x = np.concatenate([np.ones(scales), np.zeros(classes if has_bias else 0)])
@@ -456,11 +456,12 @@ def _most_likely(
         return x[:scales] * z + (x[scales:] if has_bias else 0.0)
 
     def back(g: np.ndarray) -> np.ndarray:
+        g = g * weights[:, None]
         scale = (g * z).sum(axis=0 if scales > 1 else None, keepdims=scales == 1).reshape(-1)
-        return np.concatenate([scale, g.sum(0) if has_bias else []]) / len(z)
+        return np.concatenate([scale, g.sum(0) if has_bias else []])
 
     def loss(x: np.ndarray) -> float:
-        return -float(_log_softmax(logits(x))[rows, target].mean())
+        return -float(weights @ _log_softmax(logits(x))[rows, target])
 
     for _ in range(_TURNS):
         p = np.exp(_log_softmax(logits(x)))
@@ -497,12 +498,13 @@ def _solved(times: Callable[[np.ndarray], np.ndarray], b: np.ndarray) -> np.ndar
 class VarianceScaling(Learning):
     """Add an output `OUTPUT.variance` to a regression, or scale the one that it has (Laves et al. 2020).
 
-    Without an output of this name, the variance is the mean squared error of each column. With one, which another pass
-    or the model computes, it is multiplied by the mean of (t - y)^2 / variance, which makes the likelihood of normally
-    distributed targets t largest (arXiv:2104.12376, section 3).
+    Without a variance, it is the mean squared error of each column. With one, it is multiplied by the mean of
+    (t - y)^2 / variance, which makes the likelihood of normally distributed targets t largest (arXiv:2104.12376,
+    section 3).
 
     Args:
         scale: the variance of each column, or the factor; None learns it.
+        variance: the name of an output that the model itself has; by default, the variance that another pass has added.
 
     >>> rows = {"x": numpy.zeros((4, 2), numpy.float32), "target": numpy.float32([[1], [2], [-1], [-2]])}
     >>> calibrated = graphopt.calibrate(models.linear((2,), 1), rows, passes.VarianceScaling())
@@ -511,24 +513,17 @@ class VarianceScaling(Learning):
     """
 
     scale: tuple[float, ...] | None = field(default=None, repr=False)
-
-    @property
-    def learns(self) -> bool:
-        return self.scale is None
+    variance: str | None = field(default=None, kw_only=True)
 
     def adapted(self, model: ir.Model, read: Read) -> VarianceScaling:
-        model = model.clone()
-        ensure_typed(model)
+        model = typed_copy(model)
         y, variance = self._values(model)
-        predicted, targets = self.on_rows(model, y, read)
-        squares = np.square(predicted - matching(self, targets, predicted))
+        predicted, of_rows, targets = self.on_rows(model, read, y, variance or y)
+        squares = np.square(predicted - self.matching(targets, predicted))
         if variance is None:
             return replace(self, scale=tuple(squares.reshape(len(squares), -1).mean(0).tolist()))
-        of_rows, _ = self.on_rows(model, variance, read)
         if not (of_rows > 0).all():
-            raise GraphoptError(
-                f"VarianceScaling: expected {variance.name!r} above 0, found {of_rows.min():g}"
-            )
+            raise self.wrong(f"expected {variance.name!r} above 0, found {of_rows.min():g}")
         return replace(self, scale=(float((squares / of_rows).mean()),))
 
     def rewrite(self, model: ir.Model) -> None:
@@ -540,19 +535,17 @@ class VarianceScaling(Learning):
                 uses = list(variance.uses())
                 replace_output(model, variance, variance * op.Squeeze(scale, [0]), uses)
                 return
+            self.check_free(model, y, "variance")
             scale = scale if rank(y) > 1 else op.Squeeze(scale, [0])
-            variance = op.Expand(scale, op.shape_of(y), _outputs=[f"{y.name}.variance"])
-            model.graph.outputs.append(variance)
+            self.add(op, model, y, variance=op.Expand(scale, op.shape_of(y)))
 
     def _values(self, model: ir.Model) -> tuple[ir.Value, ir.Value | None]:
-        y = self.own_output(model)
-        return y, next((x for x in model.graph.outputs if x.name == f"{y.name}.variance"), None)
-
-
-def matching(owner: Pass, targets: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """Return targets in the shape of what is predicted."""
-    if targets.size != predicted.size:
-        raise GraphoptError(
-            f"{type(owner).__name__}: expected targets of shape {list(predicted.shape)}, found {list(targets.shape)}"
-        )
-    return targets.reshape(predicted.shape)
+        if self.variance is None:
+            y = self.own_output(model)
+            return y, Derived.all(model, y.name).get("variance")
+        variance = floating_output(model, self.variance, "variance")
+        others = [
+            x for x in model.graph.outputs if x is not variance and is_floating(x) and not Derived.is_on(x)
+        ]
+        name = others[0].name if len(others) == 1 else None
+        return floating_output(model, self.output or name, "output"), variance

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Read
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import dims_of, name_of, rank
+from graphopt.graph.values import dims_of, name_of
 from graphopt.intervals import within
-from passes.calibration import Learning, OfClasses, matching
+from passes.calibration import Learning, OfClasses, typed_copy
 
 __all__ = ["PredictionInterval", "PredictionSet"]
 
@@ -32,9 +31,7 @@ class _Conformal(Learning):
     alpha: float = within("(0, 1)", 0.1)
     threshold: tuple[float, ...] | None = field(default=None, repr=False, kw_only=True)
 
-    @property
-    def learns(self) -> bool:
-        return self.threshold is None
+    learnt_as: ClassVar[str] = "threshold"
 
     def threshold_of(self, scores: np.ndarray, what: str = "") -> float:
         """Return the k-th smallest score, without interpolation.
@@ -44,9 +41,9 @@ class _Conformal(Learning):
         """
         k = math.ceil((len(scores) + 1) * (1 - self.alpha) - 1e-9)
         if k > len(scores):
-            raise GraphoptError(
-                f"{type(self).__name__}: needs at least {math.ceil(1 / self.alpha - 1e-9) - 1} rows{what} for "
-                f"alpha={self.alpha:g}, found {len(scores)}"
+            raise self.wrong(
+                f"needs at least {math.ceil(1 / self.alpha - 1e-9) - 1} rows{what} for alpha={self.alpha:g}, found "
+                f"{len(scores)}"
             )
         return float(np.sort(scores)[k - 1])
 
@@ -81,14 +78,12 @@ class PredictionSet(OfClasses, _Conformal):
     rank: int = within("[0, inf)", 5, kw_only=True)
 
     def adapted(self, model: ir.Model, read: Read) -> PredictionSet:
-        model = model.clone()
-        ensure_typed(model)
+        model = typed_copy(model)
         known = self.looked_at(model, read)
         with Emitter(model) as op:
-            y = op.Identity(
-                self._scores(op, known.scores(model).emit_probabilities(op)), _outputs=["set.scores"]
-            )
-        scores, targets = self.on_rows(model, y, read)
+            p = known.scores(model).emit_probabilities(op)
+            y = op.Identity(self._scores(op, p), _outputs=["set.scores"])
+        scores, targets = self.on_rows(model, read, y)
         numbers = self.class_numbers(targets, scores.shape[1])
         own = np.take_along_axis(scores, numbers[:, None], axis=1)[:, 0]
         if not self.by_class:
@@ -98,12 +93,14 @@ class PredictionSet(OfClasses, _Conformal):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        self.check_free(model, "probability", "set")
+        scores = self.scores(model)
+        self.check_free(model, scores.output, "probability", "set")
         with Emitter(model) as op:
-            p = op.Identity(self.scores(model).emit_probabilities(op), _outputs=["probability"])
+            p = scores.emit_probabilities(op)
             most = op.constant(np.array(self.threshold), like=p)
-            chosen = op.Not(op.Greater(self._scores(op, p), most), _outputs=["set"])
-        model.graph.outputs.extend([p, chosen])
+            self.add(
+                op, model, scores.output, probability=p, set=op.Not(op.Greater(self._scores(op, p), most))
+            )
 
     def _scores(self, op: Emitter, p: ir.Value) -> ir.Value:
         """Emit the score of each class: the smaller, the more likely."""
@@ -142,33 +139,27 @@ class PredictionInterval(_Conformal):
     score: Literal["absolute", "cqr"] = "absolute"
 
     def adapted(self, model: ir.Model, read: Read) -> PredictionInterval:
-        model = model.clone()
-        ensure_typed(model)
-        predicted, targets = self.on_rows(model, self._output(model), read)
+        model = typed_copy(model)
+        predicted, targets = self.on_rows(model, read, self._output(model))
         ends = predicted.reshape(len(predicted), -1)
-        t = matching(self, targets, ends[:, :1])
+        t = self.matching(targets, ends[:, :1])
         errors = np.maximum(ends[:, :1] - t, t - ends[:, -1:])[:, 0]
         return replace(self, threshold=(self.threshold_of(errors),))
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         y = self._output(model)
-        self.check_free(model, "lower", "upper")
+        self.check_free(model, y, "lower", "upper")
         with Emitter(model) as op:
             low, high = (y, y) if self.score == "absolute" else op.Split(y, [1, 1], axis=1, _outputs=2)
             margin = op.constant(np.array((self.threshold or (0.0,))[0]), like=y)
-            model.graph.outputs.append(op.Identity(low - margin, _outputs=["lower"]))
-            model.graph.outputs.append(op.Identity(high + margin, _outputs=["upper"]))
+            self.add(op, model, y, lower=low - margin, upper=high + margin)
 
     def _output(self, model: ir.Model) -> ir.Value:
         y = self.own_output(model)
-        fits = dims_of(y)[1:] in (((), (1,)) if self.score == "absolute" else ((2,),))
-        if y.shape is None or not fits or not rank(y):
-            expected = (
-                "[N] or [N, 1]" if self.score == "absolute" else "[N, 2], a lower and an upper quantile"
-            )
-            raise GraphoptError(
-                f"PredictionInterval({self.score!r}): expected an output {expected}, found {name_of(y)!r} of shape "
-                f"{y.shape}"
-            )
+        fits, due = dims_of(y)[1:] in ((), (1,)), "[N] or [N, 1]"
+        if self.score == "cqr":
+            fits, due = dims_of(y)[1:] == (2,), "[N, 2], a lower and an upper quantile"
+        if not y.shape or not fits:
+            raise self.wrong(f"expected an output {due}, found {name_of(y)!r} of shape {y.shape}")
         return y

@@ -12,9 +12,9 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import BATCH_WEIGHT, ROLE, STOP_GRADIENT, Flag, InferenceForm
+from graphopt.graph.metadata import BATCH_WEIGHT, ROLE, STOP_GRADIENT, Derived, Flag, InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import Role, set_role, with_role
+from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import (
@@ -313,9 +313,11 @@ def _seed(model: ir.Model, x: ir.Value, name: str) -> ir.Value:
 
 
 def floating_output(model: ir.Model, name: str | None, option: str) -> ir.Value:
-    """Return the floating-point output of a name, or the only one."""
+    """Return the floating-point output of a name, or the only one of the file itself, from which others are derived."""
     floating = [output for output in model.graph.outputs if is_floating(output)]
     outputs = [output for output in floating if name in (None, output.name)]
+    if name is None:
+        outputs = [y for y in floating if not Derived.is_on(y) and role_of(y) is not Role.SOURCE]
     if len(outputs) != 1:
         names = [output.name for output in floating]
         raise GraphoptError(

@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
 from graphopt.graph.metadata import ADAPTER, FROZEN, RANGE, UNTRAINED
 from graphopt.graph.origins import EXPORT_ANEW, Evidence, Kind, LeftOut, Origin
-from graphopt.graph.rewriting import Pass, Pattern, names_of, no_match, selects
+from graphopt.graph.rewriting import Pass, Pattern, matches, names_of, no_match, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.shown import elements
@@ -134,6 +134,7 @@ class Parameters(Pass):
         unfreeze: train these regardless of the rules.
         untie: do not tie these, and copy them for each use.
         retie: tie these to the weights with equal numbers, transposed or not.
+        operators: train only what one of these operators reads, such as BatchNormalization; shell-style patterns.
 
     Raises:
         GraphoptError: no initializer trains, a pattern matches no floating-point initializer, or a quantized weight
@@ -150,6 +151,7 @@ class Parameters(Pass):
     unfreeze: Pattern = None
     untie: Pattern = None
     retie: Pattern = None
+    operators: Pattern = None
 
     def requires(self, model: ir.Model) -> None:
         check_inference(model, "Parameters")
@@ -199,6 +201,10 @@ class Parameters(Pass):
     def _decide(self, value: ir.Value, is_reached: bool, is_adapted: bool) -> tuple[Origin, bool]:
         """Return the kind of an initializer with the reason why it trains or not, and whether it does."""
         origin = origin_in_file(value)
+        if self.operators and not any(matches(node.op_type, self.operators) for node, _ in value.uses()):
+            return replace(
+                origin, why="not of the named operators", evidence=Evidence.USER, certain=True
+            ), False
         named = replace(
             origin, kind=Kind.PARAMETER, why="named by the user", evidence=Evidence.USER, certain=True
         )

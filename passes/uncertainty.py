@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -13,12 +13,13 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, name_of, rank
 from graphopt.intervals import within
-from passes.calibration import OfClasses, Scores
+from passes.calibration import OfClasses, Scores, typed_copy
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.walk import zeros
 from passes.losses.frozen import put_in
@@ -28,7 +29,7 @@ from passes.training_mode import drop, ratio_of
 __all__ = ["Ensemble", "LastLayerLaplace", "MonteCarloDropout"]
 
 _OF_MASKS = 2**31 + 1024  # random numbers apart from those of training, and of explanations
-_MOST_WEIGHTS, _MOST_NUMBERS = 8192, 2**26  # of a layer whose matrix is solved, and of what the file gets
+_MOST_WEIGHTS = 8192  # of a matrix that is solved
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class LastLayerLaplace(OfClasses):
         prior_precision: the precision of the prior; `marginal` takes the one under which the rows are most likely, by
             MacKay's fixed point.
         structure: what of the matrix is kept: `full`; `kron`, a product of a matrix of features and one of outputs; or
-            `diag`.
+            `diag`. A prediction costs another F of the layer's F features times its outputs for `full`, and about
+            one layer of F outputs for `kron`.
         task: `classification` or `regression`.
         noise: the variance of a regression's targets around the prediction.
-        factors: the root of each output's covariance, [outputs, features + 1, features + 1]; None learns it.
+        factors: R, r, M and m, by which the variances are (x R + r)^2 M + m for features x; M and m alone for `diag`;
+            None learns them.
 
     Raises:
         GraphoptError: the output does not come out of a Gemm with a constant weight, or the layer is too large.
@@ -62,21 +65,18 @@ class LastLayerLaplace(OfClasses):
     structure: Literal["full", "kron", "diag"] = "full"
     task: Literal["classification", "regression"] = "classification"
     noise: float = within("(0, inf)", 1.0)
-    factors: np.ndarray | None = field(default=None, repr=False, compare=False)
+    factors: tuple[np.ndarray, ...] | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def learns(self) -> bool:
-        return self.factors is None
+    learnt_as: ClassVar[str] = "factors"
 
     def adapted(self, model: ir.Model, read: Read) -> LastLayerLaplace:
-        model = model.clone()
-        ensure_typed(model)
+        model = typed_copy(model)
         y, read_by, weight, features = self._layer(model)
-        x, _ = self.on_rows(model, read_by, read)
-        z, _ = self.on_rows(model, y, read)
+        x, z, _ = self.on_rows(model, read, read_by, y)
         x = np.concatenate([x, np.ones((len(x), len(weight) - x.shape[1]))], axis=1)
-        covariances = self._covariances(x, self._curvature(z.reshape(len(z), -1)), weight, features)
-        return replace(self, factors=np.linalg.cholesky(covariances))
+        return replace(
+            self, factors=self._factors(x, self._curvature(z.reshape(len(z), -1)), weight, features)
+        )
 
     def _curvature(self, z: np.ndarray) -> np.ndarray:
         """Return the second derivatives of the loss of each row by its outputs, [N, outputs, outputs]."""
@@ -89,39 +89,30 @@ class LastLayerLaplace(OfClasses):
         p /= p.sum(1, keepdims=True)
         return p[:, :, None] * (np.eye(p.shape[1]) - p[:, None, :])
 
-    def _covariances(
+    def _factors(
         self, x: np.ndarray, curvature: np.ndarray, weight: np.ndarray, features: int
-    ) -> np.ndarray:
-        """Return the covariance of each output's weights, [outputs, inputs, inputs]; a bias is an input of 1, the last.
-
-        Args:
-            features: the number of inputs without the bias.
-        """
+    ) -> tuple[np.ndarray, ...]:
+        """Return the factors of the variances; a bias is an input of 1, the last, beside so many features."""
         (rows, inputs), outputs = x.shape, curvature.shape[1]
-        if self.structure == "diag":
-            sums = np.einsum("nc,nd->cd", np.einsum("ncc->nc", curvature), x * x)
-            prior = self._prior(sums, weight)
-            return np.eye(inputs) / (sums + prior)[:, :, None]
         if self.structure == "full":
-            by_pair = np.einsum("nck,nd,ne->cdke", curvature, x, x, optimize=True)
-            precision, vectors = np.linalg.eigh(by_pair.reshape(outputs * inputs, -1))
-            vectors = vectors.reshape(outputs, inputs, -1)
-            return (
-                vectors
-                / (precision.clip(0) + self._prior(precision.clip(0), weight))
-                @ vectors.swapaxes(1, 2)
-            )
-        # Features and the bias have factors of their own, as KFAC of a linear layer has.
-        left, u = np.linalg.eigh(curvature.sum(0))
-        right, v = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
-        left, right = left.clip(0), right.clip(0)
-        prior = self._prior(np.concatenate([np.outer(left, right).reshape(-1), left]), weight)
-        found = np.zeros((outputs, inputs, inputs))
-        found[:, :features, :features] = (
-            v * ((u * u) @ (1 / (np.outer(left, right) + prior)))[:, None, :]
-        ) @ v.T
-        found[:, features:, features:] = ((u * u) @ (1 / (left + prior)))[:, None, None]
-        return found
+            by_pair = [[(x * pair[:, None]).T @ x for pair in of_output] for of_output in curvature.T]
+            precision, vectors = np.linalg.eigh(np.block(by_pair))
+            vectors, precision = vectors.reshape(outputs, inputs, -1), precision.clip(0)
+            covariance = vectors / (precision + self._prior(precision, weight)) @ vectors.swapaxes(1, 2)
+            roots = np.linalg.cholesky(covariance).transpose(1, 0, 2).reshape(inputs, -1)
+            bias = roots[features:].sum(0)
+            return roots[:features], bias, np.repeat(np.eye(outputs), inputs, axis=0), np.zeros(outputs)
+        if self.structure == "diag":
+            sums = np.einsum("ncc,nd->dc", curvature, x * x)
+            variances = 1 / (sums + self._prior(sums, weight))
+        else:  # features and the bias have factors of their own, as KFAC of a linear layer has
+            left, u = np.linalg.eigh(curvature.sum(0))
+            right, v = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
+            right = np.append(right.clip(0), np.ones(inputs - features))
+            precision = np.outer(right, left.clip(0))
+            variances = 1 / (precision + self._prior(precision, weight)) @ np.square(u).T
+        more = variances[:features], variances[features:].sum(0)
+        return more if self.structure == "diag" else (v, np.zeros(features), *more)
 
     def _prior(self, precision: np.ndarray, weight: np.ndarray) -> float:
         """Return the precision of the prior, for the eigenvalues of the matrix (MacKay 1992, equation 4.9)."""
@@ -129,9 +120,9 @@ class LastLayerLaplace(OfClasses):
             return float(self.prior_precision)
         found, square = 1.0, float(np.square(weight).sum())
         if not square:
-            raise GraphoptError(
-                "LastLayerLaplace(prior_precision='marginal'): expected last weights other than 0, found all "
-                "0: train the model, or name a number"
+            raise self.wrong(
+                "prior_precision='marginal': expected last weights other than 0, found all 0: train the model, or name "
+                "a number"
             )
         for _ in range(1000):
             found, last = float((precision / (precision + found)).sum()) / square, found
@@ -140,27 +131,22 @@ class LastLayerLaplace(OfClasses):
         return max(found, 1e-12)
 
     def rewrite(self, model: ir.Model) -> None:
-        assert self.factors is not None
         ensure_typed(model)
-        y, x, _, features = self._layer(model)
-        output = self.own_output(model)
-        name = f"{output.name}.variance"
-        self.check_free(model, name, *(["probability"] if self.task == "classification" else []))
-        outputs, inputs, _ = self.factors.shape
+        y, x, *_ = self._layer(model)
+        output, classifies = self.own_output(model), self.task == "classification"
+        self.check_free(model, output, "variance", *(["probability"] if classifies else []))
         with Emitter(model) as op:
-            roots = self.factors.transpose(1, 0, 2).reshape(inputs, -1)
-            moved = op.MatMul(x, op.constant(roots[:features], like=x))
-            if inputs > features:  # the bias
-                moved = moved + op.constant(roots[-1], like=x)
-            squares = op.Reshape(op.Pow(moved, 2.0), [0, outputs, inputs])
-            variance = op.ReduceSum(squares, [2], keepdims=0)
+            numbers = [self.number(model, f"{output.name}.laplace", f, x) for f in self.factors or ()]
+            for factor in numbers:
+                FROZEN.set(factor)  # a training of the file leaves them
+            moved = x if len(numbers) == 2 else op.Gemm(x, *numbers[:2])
+            variance = op.Gemm(moved * moved, *numbers[-2:])
             if len(dims_of(y)) == 1:
                 variance = op.Squeeze(variance, [1])
-            model.graph.outputs.append(op.Identity(variance, _outputs=[name]))
-            if self.task == "classification":
+            self.add(op, model, output, variance=variance)
+            if classifies:
                 scaled = like(y / op.Sqrt(1 + (np.pi / 8) * variance), y)
-                rates = Scores(scaled, scaled, None).emit_probabilities(op)
-                model.graph.outputs.append(op.Identity(rates, _outputs=["probability"]))
+                self.add(op, model, output, probability=Scores(scaled, scaled, None).emit_probabilities(op))
 
     def _layer(self, model: ir.Model) -> tuple[ir.Value, ir.Value, np.ndarray, int]:
         """Return the last layer's output, what it reads, its weight with the bias as last row, and its features."""
@@ -180,32 +166,24 @@ class LastLayerLaplace(OfClasses):
             weight = weight if all(plain) and not first else None
             if weight is not None and second:
                 weight = weight.T
-        if (
-            node is None
-            or weight is None
-            or kind not in ("Gemm", "MatMul")
-            or (weight.ndim, rank(y)) not in ((2, 1), (2, 2))
-        ):
-            raise GraphoptError(
-                f"LastLayerLaplace: expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, "
-                f"found {kind or 'none'}: name an output of such a layer"
+        shape = None if weight is None else (weight.ndim, rank(y))
+        if node is None or weight is None or kind not in ("Gemm", "MatMul") or shape not in ((2, 1), (2, 2)):
+            raise self.wrong(
+                f"expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, found "
+                f"{kind or 'none'}: name an output of such a layer"
             )
         features, outputs = weight.shape
-        rows = features + (bias is not None)
+        inputs = features + (bias is not None)
         if bias is not None and bias.size not in (1, outputs):
-            raise GraphoptError(
-                f"LastLayerLaplace: expected a bias of {outputs} numbers before {name_of(y)!r}, found one of shape "
-                f"{bias.shape}: name an output of a plain layer"
+            raise self.wrong(
+                f"expected a bias of {outputs} numbers before {name_of(y)!r}, found one of shape {bias.shape}: name an "
+                "output of a plain layer"
             )
-        if self.structure == "full" and rows * outputs > _MOST_WEIGHTS:
-            raise GraphoptError(
-                f"LastLayerLaplace: expected at most {_MOST_WEIGHTS} weights for structure='full', found "
-                f"{rows * outputs}: take 'kron' or 'diag'"
-            )
-        if rows * rows * outputs > _MOST_NUMBERS:
-            raise GraphoptError(
-                f"LastLayerLaplace: expected at most {_MOST_NUMBERS} numbers of covariances, found "
-                f"{rows * rows * outputs}, {outputs} outputs of {rows} weights each"
+        solved = {"full": inputs * outputs, "kron": max(features, outputs), "diag": 0}[self.structure]
+        if solved > _MOST_WEIGHTS:
+            raise self.wrong(
+                f"expected at most {_MOST_WEIGHTS} weights for structure={self.structure!r}, found {solved}: take "
+                "'kron' or 'diag'"
             )
         if bias is not None:
             weight = np.concatenate([weight, np.broadcast_to(bias.reshape(1, -1), (1, outputs))])
@@ -230,18 +208,15 @@ class _Samples(OfClasses):
         ensure_typed(model)
         y = self.own_output(model)
         scores = self.scores(model) if self.task == "classification" else None
-        names = [f"{y.name}.mean", f"{y.name}.variance"]
-        names += ["probability", f"{y.name}.mutual_information"] if scores else []
-        self.check_free(model, *names)
+        kinds = ["mean", "variance", *(["probability", "mutual_information"] if scores else [])]
+        self.check_free(model, y, *kinds)
         with Emitter(model) as op:
             count, sums = self.sums(op, model, y, scores)
             means = [total / count for total in sums]
             found = [y + means[0], means[1] - means[0] * means[0]]
             if scores is not None:
                 found += [means[2], op.Max(_entropy(op, means[2]) - means[3], 0.0)]  # rounding makes it less
-            model.graph.outputs.extend(
-                op.Identity(value, _outputs=[name]) for value, name in zip(found, names, strict=True)
-            )
+            self.add(op, model, y, **dict(zip(kinds, found, strict=True)))
 
     def sums(
         self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None
@@ -296,8 +271,8 @@ class MonteCarloDropout(_Samples):
         needed = ancestors([y])
         nodes = [node for node in model.graph if node in needed]
         if not any(_is_dropout(node) for node in nodes):
-            raise GraphoptError(
-                f"MonteCarloDropout: expected Dropout before {y.name!r}, found none: export the model with its "
+            raise self.wrong(
+                f"expected Dropout before {y.name!r}, found none: export the model with its "
                 "Dropout, in training mode, or take passes.Ensemble"
             )
 
@@ -357,18 +332,17 @@ class Ensemble(_Samples):
         inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         for number, member in enumerate(self.members, 1):
             other = _normalized(member)
-            names = {name_of(x): x for x in other.graph.inputs if not x.is_initializer()}
-            for name, x in names.items():
-                if name not in inputs or x.dtype != inputs[name].dtype or not _fits(x, inputs[name]):
-                    raise GraphoptError(
-                        f"Ensemble: member {number}: expected the inputs {', '.join(inputs)} of the model, found "
-                        f"{name!r}, {x.dtype}{x.shape}"
+            for x in other.graph.inputs:
+                if not x.is_initializer() and not _fits(x, inputs.get(name_of(x))):
+                    raise self.wrong(
+                        f"member {number}: expected the inputs {', '.join(inputs)} of the model, found {x.name!r}, "
+                        f"{x.dtype}{x.shape}"
                     )
             own = next((z for z in other.graph.outputs if z.name == y.name), None)
-            if own is None or own.dtype != y.dtype or not _fits(own, y):
+            if own is None or not _fits(own, y):
                 found = ", ".join(f"{z.name!r} {z.dtype}{z.shape}" for z in other.graph.outputs)
-                raise GraphoptError(
-                    f"Ensemble: member {number}: expected an output {y.name!r} {y.dtype}{y.shape}, found {found}"
+                raise self.wrong(
+                    f"member {number}: expected an output {y.name!r} {y.dtype}{y.shape}, found {found}"
                 )
             other.graph.outputs[:] = [own]
             (sample,) = put_in(model, other, inputs, f"member{number}")
@@ -384,8 +358,9 @@ def _normalized(source: Source) -> ir.Model:
     return model
 
 
-def _fits(x: ir.Value, y: ir.Value) -> bool:
-    """Return whether two shapes agree where both are known."""
-    pairs = list(zip(dims_of(x), dims_of(y), strict=False))
-    known = [(a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int)]
-    return len(dims_of(x)) == len(dims_of(y)) and all(a == b for a, b in known)
+def _fits(x: ir.Value, y: ir.Value | None) -> bool:
+    """Return whether types agree, and shapes where both are known."""
+    if y is None or x.dtype != y.dtype or len(dims_of(x)) != len(dims_of(y)):
+        return False
+    pairs = zip(dims_of(x), dims_of(y), strict=True)
+    return all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))

@@ -218,6 +218,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": passes.Accumulate(2), "optimizer": passes.AdamW(0.01)},
     "ema": {"average": passes.EMA(0.9)},
     "swa": {"average": passes.SWA(start=2, every=2)},
+    "swag": {"average": passes.SWAG(start=2, every=2, rank=2)},
     "loss scale": {
         "gradient": passes.Gradient(loss_scale=2.0**10),
         "loss_scale": passes.DynamicLossScale(interval=2),
@@ -254,6 +255,7 @@ LOSSES: dict[str, tuple[Any, Callable[[int], Arrays]]] = {
         passes.CrossEntropy(sample_weight=True),
         lambda i: {"target": labels(i, 4, 6), "sample_weight": abs(numbers(i, 6))},
     ),
+    "entropy": (passes.Entropy(), lambda i: {}),
     "divergence": (passes.KLDivergence(), lambda i: {"target": np.full((6, 4), 0.25, np.float32)}),
 }
 
@@ -483,11 +485,36 @@ def of_steps() -> Iterator[tuple[str, Callable[[], Graph]]]:
         yield f"step/several/{name}", functools.partial(several_steps, name)
 
 
+def of_sureness() -> Iterator[tuple[str, Callable[[], Graph]]]:
+    """Yield files that say how sure they are."""
+    rows = {"x": numbers(0, 60, 1, 8, 8), "target": labels(0, 4, 60)}
+    masked = model(
+        "g (float[N,6] x) => (float[N,3] y) { r = Constant<value_float = 0.5>() d = Dropout(x, r) y = MatMul(d, w) }",
+        w=weights(6, 3),
+    )
+
+    def calibrated(*learning: Any) -> Callable[[], Graph]:
+        network = graphopt.models.cnn((1, 8, 8), 4)
+        return lambda: (graphopt.calibrate(network, rows, *learning), [{"x": rows["x"][:6]}])
+
+    for score in ("lac", "aps", "raps"):
+        yield f"sure {score}", calibrated(passes.Temperature(0.3), passes.PredictionSet(0.2, score))
+    for kind in ("full", "kron", "diag"):
+        yield f"sure {kind}", calibrated(passes.LastLayerLaplace(1.0, kind))
+    others = [graphopt.models.cnn((1, 8, 8), 4, seed=1)]
+    for name, file, each, x in (
+        ("ensemble", graphopt.models.cnn((1, 8, 8), 4), passes.Ensemble(others), rows["x"][:6]),
+        ("dropout", masked, passes.MonteCarloDropout(12), numbers(0, 5, 6)),
+    ):
+        yield f"sure {name}", lambda file=file, each=each, x=x: (graphopt.explain(file, each), [{"x": x}])
+
+
 CASES: dict[str, Callable[[], Graph]] = {
     **dict(of_rules()),
     **dict(of_ends()),
     **dict(of_long_axes()),
     **dict(of_steps()),
+    **dict(of_sureness()),
 }
 
 

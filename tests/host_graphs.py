@@ -140,6 +140,35 @@ def augmented() -> ir.Model:
     )
 
 
+def calibrated() -> ir.Model:
+    """Return a step that trains a temperature on, of a file with sets."""
+    random = np.random.default_rng(6)
+    rows = {"x": _numbers(random, 90, 8), "target": random.integers(0, 4, 90)}
+    sure = graphopt.calibrate(
+        graphopt.models.mlp((8,), 4, hidden=(16,)),
+        rows,
+        passes.VectorScaling(),
+        passes.PredictionSet(0.2, "raps"),
+    )
+    return graphopt.compile(
+        sure,
+        parameters=passes.Parameters(pattern=("y.scale", "y.bias")),
+        loss=passes.CrossEntropy(),
+        optimizer=passes.SGD(0.1),
+    )
+
+
+def unsure() -> ir.Model:
+    """Return a step whose loss is of the mean over masks of Dropout."""
+    network = model(
+        "g (float[N,6] x) => (float[N,3] y) { r = Constant<value_float = 0.5>() d = Dropout(x, r) y = MatMul(d, w) }",
+        w=np.random.default_rng(7).integers(-3, 4, (6, 3)).astype(np.float32),
+    )
+    file = graphopt.explain(network, passes.MonteCarloDropout(16))
+    loss = passes.MeanSquaredError(output="y.mean")
+    return graphopt.compile(file, training=None, loss=loss, optimizer=passes.SGD(2.0**-6))
+
+
 def _numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.standard_normal(shape).astype(np.float32)
 
@@ -160,7 +189,11 @@ GRAPHS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], 
     "control_flow": (control_flow, lambda r: {"x": _numbers(r, 5, 4), "target": _numbers(r, 5, 4)}),
 }
 
-MORE = {"augmented": (augmented, lambda r: {"x": _numbers(r, 6, 3, 8, 8), "target": r.integers(0, 4, 6)})}
+MORE = {
+    "augmented": (augmented, lambda r: {"x": _numbers(r, 6, 3, 8, 8), "target": r.integers(0, 4, 6)}),
+    "calibrated": (calibrated, lambda r: {"x": _numbers(r, 12, 8), "target": r.integers(0, 4, 12)}),
+    "unsure": (unsure, lambda r: {"x": _numbers(r, 5, 6), "target": _numbers(r, 5, 3)}),
+}
 
 
 def batches(name: str, steps: int = STEPS) -> list[Batch]:

@@ -49,6 +49,45 @@ def test_a_hundred_averages_are_pytorchs(name: str) -> None:
             np.testing.assert_allclose(found, w.detach().numpy(), rtol=1e-6, atol=1e-9)
 
 
+def test_covariances_are_those_of_swag() -> None:
+    """As wjmaddox/swa_gaussian collects them: means, squares, and the last deviations from the mean."""
+    step = graphopt.compile(mlp(dtype=np.float64), average=passes.SWAG(start=4, every=2, rank=5), **STEPS)
+    outputs = list(run(step, 30, {"x": X, "target": T}))
+    name = "fc0.weight"
+    mean, squares, deviations, count = 0.0, 0.0, [], 0
+    for w in (outputs[t - 1][f"{name}.next"] for t in range(4, 31, 2)):
+        mean, squares = (mean * count + w) / (count + 1), (squares * count + w * w) / (count + 1)
+        deviations, count = [*deviations, w - mean][-5:], count + 1
+    last = outputs[-1]
+    np.testing.assert_allclose(last[f"{name}.average.next"], mean, rtol=1e-9)
+    np.testing.assert_allclose(last[f"{name}.variance.next"], squares - mean**2, atol=1e-12)
+    np.testing.assert_allclose(last[f"{name}.deviations.next"], deviations, atol=1e-12)
+
+
+def test_drawn_models_have_the_mean_and_the_covariance() -> None:
+    executor = trained(average=passes.SWAG(rank=3))
+    before = executor.state
+    models = passes.SWAG.drawn(executor, samples=600)
+    assert_equal(executor.state, before)
+    name = "fc1.weight"
+    drawn = np.stack([weights(model)[name].ravel().astype(float) for model in models])
+    rows = before[f"{name}.deviations"].reshape(3, -1).astype(float)
+    expected = np.diag(before[f"{name}.variance"].ravel()) / 2 + rows.T @ rows / 2 / 2
+    spread = np.sqrt(np.diag(expected))
+    assert (np.abs(drawn.mean(0) - before[f"{name}.average"].ravel()) < 5 * spread / np.sqrt(600)).all()
+    band = 5 * np.sqrt((np.square(expected) + np.outer(spread, spread) ** 2) / 600)
+    assert (np.abs(np.cov(drawn.T) - expected) < band).all()
+    again = weights(passes.SWAG.drawn(executor, samples=1)[0])
+    np.testing.assert_array_equal(again[name].ravel(), drawn[0].astype(np.float32))
+    unsure = graphopt.explain(models[0], passes.Ensemble(models[1:4], task="regression"))
+    every = np.stack([graphopt.run(model, {"x": FEEDS["x"]})["y"] for model in models[:4]])
+    np.testing.assert_allclose(
+        graphopt.run(unsure, {"x": FEEDS["x"]})["y.variance"], every.var(0), rtol=1e-3, atol=1e-6
+    )
+    with pytest.raises(GraphoptError, match=r"SWAG.drawn: expected an executor with average=passes.SWAG"):
+        passes.SWAG.drawn(trained(average=passes.SWA()))
+
+
 def trained(**options: Any) -> graphopt.Executor:
     return steps.trained(mlp(), FEEDS, 10, **{**STEPS, **options})
 

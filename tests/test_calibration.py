@@ -15,6 +15,7 @@ from scipy.special import expit, log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
+from sklearn.metrics import brier_score_loss, log_loss
 from sklearn.model_selection import train_test_split
 
 import graphopt
@@ -266,12 +267,11 @@ def test_variances_are_mean_squared_errors_and_are_scaled_by_ratios() -> None:
         found["y.variance"], np.tile(np.square(x - target).mean(0), (50, 1)), rtol=1e-5
     )
     own = model("g (float[N,2] x) => (float[N,2] y, float[N,2] v) { y = Identity(x) v = Exp(x) }")
-    own.graph.output[1].name = own.graph.node[1].output[0] = "y.variance"
     found = graphopt.run(
-        graphopt.calibrate(own, {"x": x, "target": target}, passes.VarianceScaling()), {"x": x}
+        graphopt.calibrate(own, {"x": x, "target": target}, passes.VarianceScaling(variance="v")), {"x": x}
     )
     ratio = np.mean(np.square(x - target) / np.exp(x))
-    np.testing.assert_allclose(found["y.variance"], ratio * np.exp(x), rtol=1e-5)
+    np.testing.assert_allclose(found["v"], ratio * np.exp(x), rtol=1e-5)
 
 
 def some(count: int, data: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
@@ -284,8 +284,6 @@ COLUMN = "g (float[N,5] x) => (float[N,1] y) { a = Constant<value_ints = [1]>() 
 SIGMOIDS = "g (float[N,5] x) => (float[N,5] y) { y = Sigmoid(x) }"
 RATE = "g (float[N,1] x) => (float[N,1] y) { y = HardSigmoid(x) }"
 ROWS = "g (float[N,5] x) => (float[N,5] y) { y = Softmax<axis = 0>(x) }"
-SETS = "g (float[N,5] x) => (float[N,5] y, bool[N,5] set) { y = Identity(x) set = Greater(y, y) }"
-UNSURE = "g (float[N,5] x) => (float[N,5] y, float[N,5] v) { y = Identity(x) v = Exp(x) }"
 IMAGES = "g (float[N,5] x) => (float[N,5,1] y) { a = Constant<value_ints = [2]>() y = Unsqueeze(x, a) }"
 
 
@@ -353,7 +351,7 @@ def two() -> dict[str, np.ndarray]:
             LOGITS,
             rows(),
             passes.PredictionInterval(0.1),
-            "PredictionInterval('absolute'): expected an output [N] or",
+            "PredictionInterval: expected an output [N] or [N, 1], found",
         ),
         (
             COLUMN,
@@ -387,22 +385,10 @@ def two() -> dict[str, np.ndarray]:
             "expected a Softmax over the classes of each row, found 'y' of shape",
         ),
         (
-            SETS,
-            rows(),
-            passes.Temperature(output="y"),
-            "found the output 'set': calibrate before PredictionSet",
-        ),
-        (
-            UNSURE,
-            rows(),
-            passes.VectorScaling(),
-            "found the output 'y.variance': calibrate before PredictionSet, Las",
-        ),
-        (
-            SETS,
-            rows(),
-            passes.PredictionSet(output="y"),
-            "expected a model without the output 'set', which it adds",
+            LOGITS,
+            {**rows(), "sample_weight": np.ones(400)},
+            passes.Temperature(),
+            "expected rows that count alike, found an array 'sample_weight': leave it out",
         ),
         (
             LOGITS.replace("x", "target"),
@@ -416,12 +402,35 @@ def test_bad_input_is_answered_in_one_line(
     text: str, data: dict[str, np.ndarray], calibration: passes.Calibration, message: str
 ) -> None:
     file = model(text)
-    if text is UNSURE:
-        file.graph.output[1].name = file.graph.node[1].output[0] = "y.variance"
     with pytest.raises(GraphoptError) as error:
         graphopt.calibrate(file, data, calibration)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "first", [passes.PredictionSet(), passes.LastLayerLaplace(1.0)], ids=["sets", "laplace"]
+)
+def test_the_record_in_the_file_tells_what_was_learnt(first: passes.PredictionSet, tmp_path: Path) -> None:
+    """Names told it: an output of the file that was called `probability` was never calibrated."""
+    file = model("g (float[N,5] x) => (float[N,5] y) { y = MatMul(x, w) }", w=np.eye(5, dtype=np.float32))
+    graphopt.save(graphopt.calibrate(file, rows(), first), tmp_path / "sure.onnx")
+    with pytest.raises(
+        GraphoptError, match=r"learnt, found the output '(y\.variance|probability)': calibrate before"
+    ):
+        graphopt.calibrate(tmp_path / "sure.onnx", rows(), passes.Temperature())
+    with pytest.raises(GraphoptError, match=r"without the output 'probability', which it adds"):
+        graphopt.calibrate(tmp_path / "sure.onnx", rows(), passes.PredictionSet())
+    step = graphopt.compile(tmp_path / "sure.onnx", loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    again = graphopt.Executor(step).trained()
+    with pytest.raises(GraphoptError, match="nothing has been learnt"):
+        graphopt.calibrate(again, rows(), passes.Temperature())
+    own = model(LOGITS.replace(" y)", " probability)").replace("y =", "probability ="))
+    found = graphopt.run(graphopt.calibrate(own, rows(), passes.Temperature()), {"x": rows()["x"]})
+    expected = graphopt.run(
+        graphopt.calibrate(model(LOGITS), rows(), passes.Temperature()), {"x": rows()["x"]}
+    )
+    np.testing.assert_array_equal(found["probability"], expected["y"])
 
 
 def test_passes_are_needed_and_learn_by_calibrate_alone() -> None:
@@ -537,6 +546,27 @@ def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
     np.testing.assert_array_equal(found["label"], sure.predict(x))
 
 
+def test_the_classifier_calibrates_by_the_weights_of_rows() -> None:
+    """They counted in the training alone."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 4))
+    y = (x[:, 0] + rng.standard_normal(400) > 0).astype(int)
+    weights = np.where(x[:, 1] > 0, 3.0, 0.1)
+    options = {"hidden_layer_sizes": (30,), "learning_rate_init": 0.05, "max_iter": 15, "random_state": 0}
+    sure = graphopt.OnnxClassifier(calibration=0.3, **options).fit(x, y, weights)
+    parts = train_test_split(x, y, weights, test_size=0.3, random_state=0, stratify=y)
+    plain = graphopt.OnnxClassifier(**options).fit(*parts[::2])
+    log_p, weight = np.log(plain.predict_proba(parts[1])), parts[5]
+
+    def loss(t: float) -> float:
+        return -np.average(
+            log_softmax(log_p / np.exp(t), axis=1)[np.arange(len(weight)), parts[3]], weights=weight
+        )
+
+    best = minimize_scalar(loss, bracket=(0, 1), tol=1e-12).x
+    assert abs(sure.log_temperature_ - best) < 1e-5
+
+
 def test_the_classifier_that_makes_no_mistake_keeps_its_probabilities() -> None:
     x = np.repeat([-1.0, 1.0], 50)[:, None]
     options = {"hidden_layer_sizes": (), "learning_rate_init": 0.5, "max_iter": 200, "random_state": 0}
@@ -592,7 +622,7 @@ def test_a_run_is_calibrated_on_the_rows_that_it_held_out(
     np.testing.assert_array_equal(a["set"], b["set"])
     page = Path("run/calibration.html").read_text()
     assert page.count("<svg") == 2
-    assert "negative log-likelihood" in page
+    assert "log_loss" in page
     for words, message in (
         *(
             (
@@ -617,6 +647,65 @@ def test_a_run_is_calibrated_on_the_rows_that_it_held_out(
     assert cli.main(["calibrate", "all"]) == 1
     assert "expected a run that held rows out, found one that trained on all 1,797" in capsys.readouterr().err
     assert not Path("all/calibrated.onnx").exists()
+
+
+def test_the_same_rows_under_another_path_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They counted as other rows, so that a temperature was learnt from those that trained."""
+    monkeypatch.chdir(tmp_path)
+    drawn = np.random.default_rng(0).permutation(400)
+    for name, order in (("rows", range(400)), ("copy", range(400)), ("others", drawn)):
+        np.savez(f"{name}.npz", x=rows()["x"][order], target=rows()["target"][order])
+    words = ["data=npz", "data.path=rows.npz", "model=linear", "fit.epochs=2", "fit.validation=0.25"]
+    assert cli.main([*words, "folder=run", "quiet=true", "executor.native=false"]) == 0
+    for name, about in (("copy", "100 rows held out by the run"), ("others", "400 rows")):
+        assert cli.main(["calibrate", "run", f"data.path={name}.npz"]) == 0
+        assert f"{about}. " in Path("run/calibration.html").read_text(), name
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("score", ["lac", "aps"])
+def test_a_file_with_sets_is_evaluated(score: str) -> None:
+    data = rows(600)
+    learnt, others = ({k: v[part] for k, v in data.items()} for part in (slice(300), slice(300, 600)))
+    network = model("g (float[N,5] x) => (float[N,5] y) { y = MatMul(x, w) }", w=np.eye(5, dtype=np.float32))
+    sure = graphopt.calibrate(network, learnt, passes.Temperature(), passes.PredictionSet(0.2, score))
+    executor = graphopt.Executor(
+        graphopt.compile(sure, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    )
+    names = ["coverage", "mean_width", "ece", "brier", "log_loss"]
+    found = graphopt.evaluate(executor, others, metrics=names, batch_size=70)
+    outputs = graphopt.run(sure, {"x": others["x"]})
+    chosen, p, own = outputs["set"], outputs["probability"].astype(float), others["target"]
+    assert found["coverage"] == pytest.approx(chosen[np.arange(300), own].mean())
+    assert found["mean_width"] == pytest.approx(chosen.sum(1).mean())
+    assert found["log_loss"] == pytest.approx(log_loss(own, p), rel=1e-5)
+    assert found["brier"] == pytest.approx(brier_score_loss(own, p, labels=range(5)), rel=1e-5)
+    plain = graphopt.Executor(
+        graphopt.compile(network, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    )
+    for name, due in (
+        ("coverage", "prediction sets of classes"),
+        ("mean_width", "prediction sets or intervals"),
+    ):
+        with pytest.raises(
+            GraphoptError, match=f"metrics: {name}: expected {due}, found none: calibrate the file"
+        ):
+            graphopt.evaluate(plain, others, metrics=[name])
+
+
+def test_a_file_with_intervals_is_evaluated() -> None:
+    rng = np.random.default_rng(0)
+    data = {"x": rng.standard_normal((60, 5)).astype(np.float32), "target": rng.standard_normal((60, 1))}
+    network = model("g (float[N,5] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.ones((5, 1), np.float32))
+    sure = graphopt.calibrate(network, data, passes.PredictionInterval(0.3))
+    step = graphopt.compile(sure, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    found = graphopt.evaluate(graphopt.Executor(step), data, metrics=["coverage", "mean_width"])
+    ends = graphopt.run(sure, {"x": data["x"]})
+    inside = (ends["lower"] <= data["target"]) & (data["target"] <= ends["upper"])
+    assert found["coverage"] == pytest.approx(inside.mean())
+    assert found["mean_width"] == pytest.approx((ends["upper"] - ends["lower"]).mean())
 
 
 def test_a_table_s_run_is_calibrated_behind_its_columns(

@@ -448,3 +448,39 @@ def test_derivatives_and_explanations_run_in_node_as_in_python(tmp_path: Path) -
             path, {name: feeds[name] for name in list(feeds)[: 1 + (number > 1)]}
         ).values()
         np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["node", "web"])
+def test_calibrated_files_run_in_javascript_as_in_python(runtime: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.random((90, 1, 8, 8), np.float32), "target": rng.integers(0, 3, 90)}
+    network = graphopt.models.cnn((1, 8, 8), 3)
+    others = [graphopt.models.cnn((1, 8, 8), 3, seed=seed) for seed in (1, 2)]
+    masked = "r = Constant<value_float = 0.5>() f = Flatten(x) d = Dropout(f, r) y = MatMul(d, w)"
+    network_of_masks = model(f"g (float[N,1,8,8] x) => (float[N,2] y) {{ {masked} }}", w=np.ones((64, 2)))
+    files = [
+        *(
+            graphopt.calibrate(network, rows, passes.VectorScaling(), passes.PredictionSet(0.2, score))
+            for score in ("lac", "raps")
+        ),
+        *(graphopt.calibrate(network, rows, passes.LastLayerLaplace(1.0, kind)) for kind in ("full", "kron")),
+        graphopt.explain(network, passes.Ensemble(others)),
+        graphopt.explain(network_of_masks, passes.MonteCarloDropout(8)),
+    ]
+    ones = {"x": np.ones((2, 1, 8, 8), np.float32)}  # of which sums of masks are whole numbers
+    program = IN_NODE.replace("onnxruntime-node", f"onnxruntime-{runtime}")
+    if runtime == "web":
+        program = program.replace("create(process.argv[1])", "create(readFileSync(process.argv[1]))")
+        program = f'import {{ readFileSync }} from "node:fs";\n{program}'
+    for number, file in enumerate(files):
+        feeds = ones if file is files[-1] else {"x": rows["x"][:5]}
+        graphopt.save(file, path := tmp_path / f"{number}.onnx")
+        said = json.dumps({name: described(x) for name, x in feeds.items()})
+        words = ["node", "--input-type=module", "-e", program, path, said]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS, check=True)
+        expected = graphopt.run(path, feeds)
+        for found, (name, y) in zip(json.loads(done.stdout), expected.items(), strict=True):
+            np.testing.assert_allclose(found, y.ravel(), rtol=1e-4, atol=1e-6, err_msg=name)
+            if file is files[-1] and name in ("y.mean", "y.variance"):  # the masks are the same bits
+                np.testing.assert_array_equal(np.float32(found), y.ravel())

@@ -68,6 +68,7 @@ OF_CLASSES: list[tuple[Any, Callable[[np.ndarray, np.ndarray], float]]] = [
     ("balanced_accuracy", lambda t, x: sk.balanced_accuracy_score(t, x.argmax(1))),
     ("confusion_matrix", lambda t, x: sk.confusion_matrix(t, x.argmax(1), labels=range(6)).tolist()),
     ("perplexity", lambda t, x: np.exp(-log_softmax(x.astype(float), 1)[range(len(t)), t].mean())),
+    ("log_loss", lambda t, x: sk.log_loss(t, softmax(x.astype(float), 1), labels=range(6))),
     ("brier", lambda t, x: sk.brier_score_loss(t, softmax(x.astype(float), 1), labels=range(6))),
     ("ece", lambda t, x: calibration_error(softmax(x.astype(float), 1), t, 15)),
     ({"ece": {"bins": 4}}, lambda t, x: calibration_error(softmax(x.astype(float), 1), t, 4)),
@@ -153,7 +154,9 @@ def test_metrics_of_numbers(name: str, score: Callable[..., float], columns: int
 
 def test_every_metric_has_an_oracle() -> None:
     text = Path(__file__).read_text()
-    assert not [name for name in METRICS if f'"{name}"' not in text]
+    assert not [
+        name for name in METRICS if f'"{name}"' not in text
+    ]  # "mean_width": tests/test_calibration.py
 
 
 def test_ignored_elements_and_positions_of_sequences() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import filecmp
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.composition.record import RunRecord
+from graphopt.cli.composition.record import RunRecord, mapping
 from graphopt.data.dataset import Array, Dataset, LazyArray
 from graphopt.data.loader import Rows
 from graphopt.errors import GraphoptError
@@ -64,9 +68,25 @@ def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]
 def _other_than(record: RunRecord, recipe: Recipe) -> str:
     """Return `data` if the recipe has other data than the run, a field of DECIDING that it has changed, or nothing."""
     then, now = record.resolved.get("fit"), recipe.fields["fit"]
-    if not isinstance(then, dict) or record.resolved.get("data") != recipe.fields["data"]:
+    if not isinstance(then, dict) or not _is_same(record, recipe.fields["data"]):
         return "data"
     return next((name for name in DECIDING if then.get(name) != now.get(name)), "")
+
+
+def _is_same(record: RunRecord, now: Mapping[str, Any]) -> bool:
+    """Return whether a recipe has the data of a run, also if the same files lie under another path."""
+    then = mapping(record.resolved.get("data"))
+    if {**then, "path": None} != {**now, "path": None} or ("path" in then) != ("path" in now):
+        return False
+    if then.get("path") == now.get("path"):
+        return True
+    places = Path(record.started_in, str(then["path"])), Path(str(now["path"]))
+    files = [{x.relative_to(place): x for x in (place, *place.rglob("*")) if x.is_file()} for place in places]
+    return (
+        bool(files[0])
+        and files[0].keys() == files[1].keys()
+        and all(filecmp.cmp(x, files[1][name], shallow=False) for name, x in files[0].items())
+    )
 
 
 def _trained_and_held_out(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:

@@ -15,6 +15,7 @@ from graphopt.data.language.labelled import labelled_text
 from graphopt.data.language.reader import prompts, text
 from graphopt.data.language.tokenizer import Characters, Tokenizer
 from graphopt.data.loader import Batches, Loader, hold_out, prefetched
+from graphopt.data.rehearsal import replay
 from graphopt.data.samples import diabetes, digits
 from graphopt.data.tables import Columns
 from graphopt.moments import balanced_class_weights, mean_and_scale
@@ -40,6 +41,7 @@ __all__ = [
     "mean_and_scale",
     "prefetched",
     "prompts",
+    "replay",
     "table",
     "text",
 ]

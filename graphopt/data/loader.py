@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.arguments import Checked, checked
-from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
+from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
 from graphopt.data.tabular import IN_MEMORY, option, read_as_input
 from graphopt.errors import GraphoptError, kind_of
@@ -133,7 +133,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
-    arrays = {name: x for name, x in arrays.items() if name in inputs or name not in data.spare}
+    unread = [TARGET] if not any(role_of(x) is Role.TARGET for x in inputs.values()) else []
+    arrays = {name: x for name, x in arrays.items() if name in inputs or name not in (*data.spare, *unread)}
     for names, warning in data.marks:
         if not any(name in arrays for name in names):
             warnings.warn(f"{data.source}: {warning}", stacklevel=2)

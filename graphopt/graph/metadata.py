@@ -147,8 +147,8 @@ def all_of(holder: Holder) -> dict[str, str]:
 
 
 def remove_own(holder: Holder) -> None:
-    """Remove graphopt's notes except that an initializer is frozen, and what a module's export recorded."""
-    kept = (FROZEN.key, EXPORTED)
+    """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded by a module's export."""
+    kept = (FROZEN.key, EXPORTED, Derived.KEY)
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
 
@@ -306,6 +306,25 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class Derived(Note, key="graphopt.derived", expected="the name of an output, and what is computed from it"):
+    """Record that an output says how sure another one is.
+
+    Args:
+        of: the name of that output.
+        kind: what is computed: `probability`, `set`, `lower`, `upper`, `mean`, `variance` or `mutual_information`.
+    """
+
+    of: str
+    kind: str
+
+    @classmethod
+    def all(cls, model: ir.Model, output: str | None) -> dict[str, ir.Value]:
+        """Return what is computed from an output, by its kind."""
+        notes = [(cls.read(x), x) for x in model.graph.outputs]
+        return {note.kind: x for note, x in notes if note is not None and note.of == output}
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,9 @@ class ScanParts:
 
 
 def _described(side: str, rows: Sequence[ScanRows]) -> dict[str, list[int]]:
-    """Return the attributes of sequences."""
+    """Return the attributes of sequences; ONNX Runtime 1.16 refuses empty ones."""
+    if not rows:
+        return {}
     return {
         f"scan_{side}_axes": [each.axis for each in rows],
         f"scan_{side}_directions": [each.direction for each in rows],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.arguments import checked
-from graphopt.data.dataset import TARGET
+from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.data.loader import TrainingRows
 from graphopt.derivatives import normal_form
@@ -55,6 +55,10 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
             "rename it"
         )
     rows = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
+    if WEIGHT in rows.arrays:
+        raise GraphoptError(
+            f"calibrate: expected rows that count alike, found an array {WEIGHT!r}: leave it out, or draw rows by it"
+        )
     read = TrainingRows(rows, loaded, range(len(rows)), opened, allow_nan=allow_nan)
     own = [name_of(y) for y in loaded.graph.outputs]
     for each in passes:

@@ -20,7 +20,7 @@ from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.classified import classes_of, classification_of
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import labels_in
+from graphopt.graph.metadata import Derived, labels_in
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import state_bytes
@@ -261,11 +261,13 @@ class HeldOut:
         mean = Mean()
         outputs = any(not metric.is_empty for _, metric in chosen.values())
         weighted = weighted and any(metric.is_shifted for _, metric in chosen.values())
+        derived = {name: Derived.all(executor.model, name) for name, _ in chosen.values()}
         for feeds, values in self.evaluated(executor, executor.workers, outputs=outputs):
             weights = executor.loss_weights(feeds) if weighted else None
             for target, (output, metric) in chosen.items():
                 if outputs:
-                    metric.add(values[output], feeds[target], weights)
+                    beside = {kind: values[name_of(y)] for kind, y in derived[output].items()}
+                    metric.add(values[output], feeds[target], weights, **beside)
                 if metric.of_losses and weights is not None:
                     own = values.get("data_loss", values["loss"])
                     metric.add_losses(values.get(f"loss_{output}", own), weights)

@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from graphopt.moments import Moments
 # A name, a name with options such as {"top_k": {"k": 3}}, or a function of all targets and predictions
 Wanted = str | Mapping[str, Any] | Callable[[np.ndarray, np.ndarray], float]
 
+_NO_SETS = "metrics: {}: expected prediction {}, found none: calibrate the file with passes.PredictionSet()"
 AVERAGES = ("macro", "micro", "weighted", "binary")
 RECORDED = (  # what a record has beside metrics
     *("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "seconds"),
@@ -42,6 +43,7 @@ class ScoredBatch:
     scores: np.ndarray  # the output that decides on each label: one for each element (and class)
     spec: TargetSpec
     expected: np.ndarray | None = None  # the probability of each class, if the target has probabilities
+    beside: Mapping[str, np.ndarray] = field(default_factory=dict)  # derived outputs, by kind
 
     def log_probabilities(self) -> np.ndarray:
         """Return the logarithm of the probability of each class of each element."""
@@ -67,6 +69,7 @@ class ScoredBatch:
             p = self.scores.astype(np.float64)
             p = 0.5 * (1 + np.tanh(0.5 * p)) if activation else p
             p = np.stack([1 - p, p], axis=1)
+        p = self.beside.get("probability", p).astype(np.float64)
         return p, np.eye(p.shape[1])[numbers] if self.expected is None else self.expected
 
 
@@ -147,10 +150,7 @@ class CalibrationError(Metric):
 
     def update(self, batch: ScoredBatch) -> None:
         p, own = batch.probabilities()
-        self.add(p, own.argmax(axis=1))
-
-    def add(self, p: np.ndarray, numbers: np.ndarray) -> None:
-        """Accumulate probabilities of classes, and the numbers of the right ones."""
+        numbers = own.argmax(axis=1)
         most, bins = p.max(axis=1), self.sums.shape[1]
         place = np.clip(np.ceil(most * bins).astype(np.int64) - 1, 0, bins - 1)
         for row, values in zip(self.sums, (np.ones(len(p)), most, p.argmax(axis=1) == numbers), strict=True):
@@ -333,6 +333,32 @@ def _cross_entropies(batch: ScoredBatch) -> np.ndarray:
     return -(batch.expected * log_p).sum(axis=1)
 
 
+def _log_losses(batch: ScoredBatch) -> np.ndarray:
+    p, own = batch.probabilities()
+    return -(own * np.log(np.maximum(p, np.finfo(batch.scores.dtype).tiny))).sum(axis=1)
+
+
+def _covered(batch: ScoredBatch) -> np.ndarray:
+    """Return whether the target is in the set or the interval of its row, or, without these, at most the prediction."""
+    if "set" in batch.beside:
+        own = batch.probabilities()[1].argmax(axis=1)
+        return np.take_along_axis(batch.beside["set"], own[:, None], axis=1)[:, 0]
+    if batch.spec.task != "regression":
+        raise GraphoptError(_NO_SETS.format("coverage", "sets of classes"))
+    t, ends = _columns(batch.target), batch.beside
+    low = _columns(ends["lower"]) if "lower" in ends else np.array(-np.inf)
+    return np.logical_and(low <= t, t <= _columns(ends.get("upper", batch.predicted)))
+
+
+def _widths(batch: ScoredBatch) -> np.ndarray:
+    """Return the number of classes in each set, or the width of each interval."""
+    if not {"set", "lower"} & {*batch.beside}:
+        raise GraphoptError(_NO_SETS.format("mean_width", "sets or intervals"))
+    if "set" in batch.beside:
+        return batch.beside["set"].sum(axis=1)
+    return _columns(batch.beside["upper"]) - _columns(batch.beside["lower"])
+
+
 def _absolute_errors(batch: ScoredBatch) -> np.ndarray:
     return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
@@ -352,14 +378,12 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "balanced_accuracy": BalancedAccuracy,
     "brier": partial(OfMean, _brier_scores),
     "confusion_matrix": ConfusionMatrix,
-    "coverage": partial(
-        OfMean,
-        lambda batch: np.less_equal(_columns(batch.target), _columns(batch.predicted)),
-        ("regression",),
-    ),
+    "coverage": partial(OfMean, _covered, ("binary", "classification", "regression")),
     "ece": CalibrationError,
     "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
+    "log_loss": partial(OfMean, _log_losses),
     "mae": partial(OfMean, _absolute_errors, ("regression",)),
+    "mean_width": partial(OfMean, _widths, ("binary", "classification", "regression")),
     "mse": partial(OfMean, _squared_errors, ("regression",)),
     "perplexity": partial(OfMean, _cross_entropies, ("classification",), np.exp),
     "precision": partial(OfClasses, lambda right, predicted, target: right / np.maximum(predicted, 1)),
@@ -438,7 +462,11 @@ class Metrics:
         return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
 
     def batch(
-        self, prediction: np.ndarray, target: np.ndarray, weights: np.ndarray | None = None
+        self,
+        prediction: np.ndarray,
+        target: np.ndarray,
+        weights: np.ndarray | None = None,
+        **beside: np.ndarray,
     ) -> ScoredBatch:
         """Return an output and its target in the form that metrics read; tokens whose weight is 0 do not count."""
         if self._spec.shift:
@@ -446,10 +474,11 @@ class Metrics:
         spec, predicted = self._spec, self.predicted(prediction)
         if spec.axis is None:
             if spec.labels is None:
-                return ScoredBatch(target, predicted.reshape(target.shape), predicted, spec)
+                return ScoredBatch(target, predicted.reshape(target.shape), predicted, spec, beside=beside)
             low, high = spec.labels
             expected = np.where(target > (low + high) / 2, high, low)
-            return ScoredBatch(expected.reshape(-1), predicted.reshape(-1), prediction.reshape(-1), spec)
+            expected, predicted, scores = (x.reshape(-1) for x in (expected, predicted, prediction))
+            return ScoredBatch(expected, predicted, scores, spec, beside=beside)
         probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
         expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
         valid = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
@@ -461,6 +490,7 @@ class Metrics:
             _by_class(prediction, spec.axis)[valid],
             spec,
             None if probabilities is None else probabilities[valid],
+            {kind: x[valid] for kind, x in beside.items() if len(x) == len(valid)},
         )
 
     def add_losses(self, loss: float, weights: np.ndarray) -> None:
@@ -468,9 +498,9 @@ class Metrics:
         count = float(weights.sum(dtype=np.float64))
         self._tokens += count * loss if count else 0.0, count
 
-    def add(self, prediction: np.ndarray, target: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Accumulate a batch."""
-        batch = self.batch(prediction, target, weights)
+    def add(self, *scored: np.ndarray | None, **beside: np.ndarray) -> None:
+        """Accumulate a batch, of the arguments of `batch`."""
+        batch = self.batch(*scored, **beside)  # type: ignore[arg-type]
         if batch.target.size:
             self._empty = False
             for metric in self._metrics.values():

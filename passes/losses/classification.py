@@ -21,7 +21,7 @@ from passes.gradients.rules.control_flow import scan_over
 from passes.losses.head import losses_of_tokens
 from passes.losses.loss import Loss, epsilon, new_input, positive
 
-__all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Hinge", "KLDivergence"]
+__all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Entropy", "Hinge", "KLDivergence"]
 
 _MANY_CLASSES = 2**20  # classes from which on the graph computes the class numbers instead of storing them
 _BESIDE_A_SUM = {"Add", "Cast", "Clip", "Expand", "Identity", "Max", "Reshape", "Unsqueeze"}
@@ -308,6 +308,33 @@ class KLDivergence(_OverClasses):
         log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
         divergence = target * (op.Log(positive(op, target)) - log_p)
         return op.ReduceSum(divergence, [self.axis], keepdims=0)
+
+
+@dataclass(frozen=True)
+class Entropy(Loss):
+    """Compute -sum_c p_c log p_c over the classes c along `axis`, a loss without a target (Wang et al. 2021, "Tent").
+
+    A file adapts to shifted rows while it predicts them: train `passes.Parameters(operators="BatchNormalization")` in
+    training mode, one step a batch; the step returns the predictions (arXiv:2006.10726).
+
+    Args:
+        axis: the axis of the classes.
+        from_logits: as in `CrossEntropy`.
+
+    >>> step = graphopt.compile(models.linear((1,), 4), loss=passes.Entropy())
+    >>> round(float(graphopt.run(step, {"x": numpy.zeros((2, 1), numpy.float32)})["loss"]), 4)  # the logarithm of 4
+    1.3863
+    """
+
+    axis: int = 1
+    from_logits: bool = True
+
+    def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
+        return []
+
+    def compare(self, op: Emitter, prediction: ir.Value, *_: ir.Value) -> ir.Value:
+        log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
+        return -op.ReduceSum(op.Exp(log_p) * log_p, [self.axis], keepdims=0)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
 from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import BATCH_WEIGHT
+from graphopt.graph.metadata import BATCH_WEIGHT, Derived
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, TargetSpec, role_of, set_role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
@@ -180,7 +180,8 @@ class Loss(Pass):
     def _prediction(self, model: ir.Model) -> ir.Value:
         own = (v for v in model.graph.outputs if role_of(v) in (None, Role.PREDICTION))
         floating = [value for value in own if is_floating(value)]
-        outputs = [value for value in floating if self.output in (None, value.name)]
+        named = self.output is not None
+        outputs = [y for y in floating if (y.name == self.output if named else not Derived.is_on(y))]
         if len(outputs) != 1:
             raise GraphoptError(_choice(type(self).__name__, self.output, floating))
         (prediction,) = outputs

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.model_selection import StratifiedShuffleSplit
 
 mapie = pytest.importorskip("mapie")
 aps = pytest.importorskip("mapie.conformity_scores.sets.aps")
 
 from mapie.classification import SplitConformalClassifier  # noqa: E402
+from mapie.conformity_scores.sets import raps  # noqa: E402
 from mapie.regression import ConformalizedQuantileRegressor, SplitConformalRegressor  # noqa: E402
 
 import graphopt  # noqa: E402
@@ -72,20 +74,27 @@ class Zeros:
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.05])
-@pytest.mark.parametrize("score", ["lac", "aps"])
+@pytest.mark.parametrize("score", ["lac", "aps", "raps"])
 def test_sets_are_mapies(trained: Any, score: str, alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
     file, x, y = trained
     monkeypatch.setattr(aps, "check_random_state", lambda seed: Zeros())  # scores without random numbers
-    sure = graphopt.calibrate(file, (x[700:1200], y[700:1200]), passes.PredictionSet(alpha, score))
-    found = graphopt.run(sure, {"x": x[1200:]})["set"]
     flat = x.reshape(len(x), -1)
+    own = raps.RAPSConformityScore() if score == "raps" else score
     peer = SplitConformalClassifier(
-        Network(file), confidence_level=1 - alpha, prefit=True, conformity_score=score
+        Network(file), confidence_level=1 - alpha, prefit=True, conformity_score=own, random_state=0
     )
     peer.conformalize(flat[700:1200], y[700:1200])
-    options = {"conformity_score_params": {"include_last_label": False}} if score == "aps" else {}
+    options = {} if score == "lac" else {"conformity_score_params": {"include_last_label": False}}
     expected = peer.predict_set(flat[1200:], **options)[1][:, :, 0]
-    if score == "aps":  # MAPIE leaves no set empty
+    sure, rows = passes.PredictionSet(alpha, score), np.arange(700, 1200)
+    if score == "raps":  # MAPIE chooses the penalty and the rank by rows of their own
+        kept, _ = next(
+            StratifiedShuffleSplit(1, test_size=own.size_raps, random_state=0).split(rows, y[rows])
+        )
+        rank, rows = int(own.k_star[0]), rows[kept]
+        sure = passes.PredictionSet(alpha, score, penalty=float(own.lambda_star), rank=rank)
+    found = graphopt.run(graphopt.calibrate(file, (x[rows], y[rows]), sure), {"x": x[1200:]})["set"]
+    if score != "lac":  # MAPIE leaves no set empty
         best = Network(file).predict(flat[1200:])[:, None] == np.arange(10)
         found = found | (best & ~found.any(1, keepdims=True))
     assert (found != expected).sum() == 0, (found != expected).sum()

@@ -51,7 +51,7 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
     "data": tuple(
         f"graphopt.data.{name}"
         for name in sorted(
-            {*READERS.values(), "audio", "diabetes", "digits", "images", "labelled_text", "prompts"}
+            {*READERS.values(), "audio", "diabetes", "digits", "images", "labelled_text", "prompts", "replay"}
         )
     ),
     "executor": ("graphopt.Executor",),

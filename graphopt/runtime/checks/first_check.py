@@ -537,7 +537,7 @@ class _Slopes:
                 share = min(self._typical / norm, FARTHEST_MOVE * self._length(name)) / norm
                 weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
                 direction[name] = d = _periodic(np.multiply, g, weights.astype(g.dtype))
-                found += dot(g, d)
+                found += inner_product(g, d)
                 if overwrite:
                     np.copyto(g, d)
                     direction[name] = g

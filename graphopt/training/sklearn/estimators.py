@@ -49,7 +49,8 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
             multiply `sample_weight`.
         calibration: the share of rows that `fit` keeps from training, and by which `passes.Temperature` calibrates
             probabilities afterwards; None for none. `get_trained_onnx` returns the model as it trained. `partial_fit`
-            undoes it. Rows without a mistake leave probabilities as they are, with a warning.
+            undoes it. Weights of rows count for both. Rows without a mistake leave probabilities as they are, with a
+            warning.
 
     Attributes:
         log_temperature_: the logarithm of the temperature, with `calibration`.
@@ -88,6 +89,8 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         self.__dict__.pop("log_temperature_", None)
         if self.calibration is None or options.get("incremental"):
             return super()._fit(X, y, sample_weight, **options)
+        self._check_options()
+        check_classification_targets(y)
         if type_of_target(y) == "multilabel-indicator" or not _has_probabilities(self):
             raise GraphoptError(
                 "calibration: expected one label for each row and a loss of probabilities, found another: leave it out"
@@ -100,7 +103,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         super()._fit(train[0], train[1], *(train[2:] or [None]), **options)
         try:
             self._temperature = passes.Temperature.of(
-                self.predict_proba(held_out[0]), self._encoded(held_out[1])[:, 0]
+                self.predict_proba(held_out[0]), self._encoded(held_out[1])[:, 0], *held_out[2:]
             )
         except GraphoptError as error:
             warnings.warn(f"calibration: probabilities stay as they are: {error}", stacklevel=3)
@@ -148,7 +151,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_label = True
+        tags.classifier_tags.multi_label = self.calibration is None
         return tags
 
     def _take_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
