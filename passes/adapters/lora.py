@@ -171,7 +171,8 @@ class LoRA(Adapter):
                 f"LoRA(rank={self.rank}): weight {name!r}: expected a multiple of the {groups} groups of its "
                 f"convolution, found {self.rank}: leave it out by leave_out={name!r}"
             )
-        if self.dropout and weight_kinds_of(target.node)[target.index].x is None:
+        is_own = weight_kinds_of(target.node)[target.index].x is None
+        if self.dropout and (is_own or target.source.unrounded is not None):
             raise GraphoptError(
                 f"LoRA(dropout={self.dropout}): weight {name!r}: expected no dropout for a {target.kind}, whose "
                 "adapter changes the weight itself, found some: adapt it by another LoRA without dropout"
