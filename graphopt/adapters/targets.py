@@ -85,6 +85,7 @@ def source_of(x: Value | None) -> WeightSource | None:
             return source if source is not None and source.quantized else None
     if x is None or not x.is_initializer() or x.is_graph_input() or not is_floating(x) or not is_static(x):
         return None
+    unrounded = x if any(map(FAKE.is_set, x.consumers())) else unrounded
     return WeightSource(x, tuple(moves[::-1]), unrounded=unrounded)
 
 

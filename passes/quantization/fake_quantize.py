@@ -23,10 +23,12 @@ from graphopt.graph.metadata import (
     InferenceForm,
     Observer,
 )
+from graphopt.graph.operators import RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, swap
 from graphopt.intervals import within
+from passes.parameters import origin_in_file
 from passes.quantization import placement
 from passes.quantization.calibration import METHODS, ranges_of
 from passes.quantization.fold import FoldBatchNormalization, drop_last, pool_means, write_apart
@@ -47,10 +49,12 @@ class FakeQuantize(Pass):
 
     A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each
     block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
-    biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et
-    al. 2018, https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model in integers, and
-    `trained(quantized=False)` in floats. Activations are rounded where ONNX Runtime then computes on integers. Adapters
-    such as `LoRA` change the output of the rounded product: in integers they stay operators, in floats they are merged.
+    biases become 32-bit integers. A table of embeddings becomes 8-bit integers with one scale. The weights of a
+    recurrence have a scale for each output, or for each of two directions, and are multiplied in floats. Gradients pass
+    rounding straight through, and are 0 outside of the range (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
+    `Executor.trained()` returns the model in integers, and `trained(quantized=False)` in floats. Activations are
+    rounded where ONNX Runtime then computes on integers. Weights are rounded with their adapters, such as `LoRA`, which
+    are merged in both.
 
     Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
     the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
@@ -68,6 +72,7 @@ class FakeQuantize(Pass):
         bias: round biases as the runtime does.
         observer: how ranges follow training: as moving averages of the smallest and the largest number of each batch
             (`ema`), by scales that train (`lsq`: Esser et al. 2020, https://arxiv.org/abs/1902.08153), or not at all.
+            `auto` is `lsq` beside 4-bit weights, and `ema` beside 8-bit ones.
         momentum: the share that a moving average keeps of itself in a step.
         freeze_after: the number of steps after which moving averages stay as they are; None for never.
         fold: first fold BatchNormalization into products, as `FoldBatchNormalization` does.
@@ -97,7 +102,7 @@ class FakeQuantize(Pass):
     ranges: Mapping[str, tuple[float, float]] | None = field(default=None, repr=False)
     calibrate: Literal["minmax", "percentile", "entropy"] = "minmax"
     bias: bool = True
-    observer: Literal["ema", "lsq"] | None = "ema"
+    observer: Literal["auto", "ema", "lsq"] | None = "auto"
     momentum: float = within("[0, 1)", 0.99)
     freeze_after: int | None = None
     fold: bool = True
@@ -107,7 +112,7 @@ class FakeQuantize(Pass):
     def __post_init__(self) -> None:
         super().__post_init__()
         choices = {"weights": LIMITS, "activations": ("uint8", "int8", None), "calibrate": METHODS}
-        choices["observer"] = ("ema", "lsq", None)
+        choices["observer"] = ("auto", "ema", "lsq", None)
         for name, known in choices.items():
             if (found := getattr(self, name)) not in known:
                 raise _wrong(name, " or ".join(map(repr, known)), found)
@@ -188,7 +193,13 @@ class FakeQuantize(Pass):
                     f"{node.name!r}: it is quantized already: leave quantize out to train it as it is, or quantize the "
                     "float file"
                 )
-        found = list(placement.products(model.graph))
+        found = [
+            x
+            for x in placement.products(model.graph)
+            if x.axis is not None
+            or self.pattern
+            or origin_in_file(x.weight).trains  # no cosines of positions
+        ]
         weights = [x.weight for x in found]
         ours = set(chosen_weights(self, weights, self.pattern, self.leave_out, trained=False))
         chosen = [x for x in found if x.weight in ours]
@@ -206,7 +217,7 @@ class FakeQuantize(Pass):
 
     @staticmethod
     def _nodes(products: Iterable[Product]) -> list[ir.Node]:
-        return [product.node for product in products]
+        return [product.node for product in products if product.axis is not None]
 
     def _check_ranges(self, names: Iterable[str]) -> None:
         """Raise an error unless there are ranges of these activations, and of no others."""
@@ -245,8 +256,9 @@ class _Writer:
         quantizer = _quantizer(rounded)
         if x is not root:
             rounded = self._straight(rounded, x)  # it is rounded already
-        elif options.observer is not None:
-            Observer(options.observer, options.momentum, options.freeze_after).write(quantizer)
+        elif (kind := options.observer) is not None:
+            kind = kind if kind != "auto" else "ema" if options.weights == "int8" else "lsq"
+            Observer(kind, options.momentum, options.freeze_after).write(quantizer)
         redirect(uses, rounded)
         if x.is_graph_output() and x is root:
             swap(x, rounded)
@@ -279,6 +291,9 @@ class _Writer:
     def round_weight(self, product: Product) -> None:
         """Make a product read its weight, and its bias, as integers stand for them."""
         node, w, op, options = product.node, product.read, self._op, self._options
+        if product.axis is None:
+            self._round_table(product)
+            return
         x = node.inputs[0]
         scale_of_x = None if x is None else self._scales.get(placement.undropped(x))
         blocked = product.blocked_axis if options.block else None
@@ -292,7 +307,7 @@ class _Writer:
             largest = self._largest_of_blocks(w, blocked, sizes)
             layout = {"axis": blocked, "block_size": self._block}
         scale = op.Max(largest / float(limit), LEAST)
-        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        bias = node.inputs[2] if len(node.inputs) > 2 and node.op_type not in RECURRENT else None
         counts = options.bias and scale_of_x is not None and blocked is None and bias is not None
         counts = counts and fixed(bias) is not None and _is_vector(bias, sizes[product.axis])
         is_shared = bias is not None and len(bias.uses()) > 1  # by a product with another scale
@@ -308,10 +323,26 @@ class _Writer:
             zero = op.constant(np.zeros(shape if blocked is None else _sizes(scale), np.int8))
         rounded = self._pass(w, scale, zero, **layout)
         STORED.set(_quantizer(rounded))
-        node.replace_input_with(1, self._straight(rounded, w))
+        node.replace_input_with(product.index, self._straight(rounded, w))
         if counts:
             assert bias is not None and scale_of_x is not None
             node.replace_input_with(2, self._round_bias(bias, flat, scale_of_x * scale, is_shared))
+
+    def _round_table(self, product: Product) -> None:
+        """Gather 8-bit integers of a table of embeddings with one scale, and what they stand for."""
+        node, w, op = product.node, product.read, self._op
+        limit = (self._options.weights == "int8" and self._options.weight_range) or LIMITS["int8"]
+        scale = STOP_GRADIENT.mark(op.Max(op.ReduceMax(op.Abs(w), keepdims=0) / float(limit), LEAST))
+        scale = self._stored(scale, f"{name_of(product.weight)}.scale")
+        zero = op.constant(np.zeros((), np.int8))
+        integers = STORED.mark(FAKE.mark(op.QuantizeLinear(w, scale, zero)))
+        integers.shape = w.shape
+        floats, rows = op.Gather(w, node.inputs[1]), op.Gather(integers, node.inputs[1])
+        rounded = self._straight(
+            FAKE.mark(op.DequantizeLinear(rows, scale, zero)), like(floats, node.outputs[0])
+        )
+        swap(node.outputs[0], rounded)
+        op.graph.remove(node, safe=True)
 
     @property
     def _block(self) -> int:

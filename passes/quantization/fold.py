@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.operators import VIEWS
+from graphopt.graph.operators import RECURRENT, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import fixed, like, name_of, producer_of, redirect, spread, swap
@@ -36,7 +36,8 @@ class FoldBatchNormalization(Pass):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         for product in list(products(model.graph)):
-            _fold(model, product)
+            if product.axis is not None and product.node.op_type not in RECURRENT:
+                _fold(model, product)
 
 
 def pool_means(model: ir.Model) -> None:
