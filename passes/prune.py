@@ -100,8 +100,6 @@ class Prune(Pass):
                 f"Prune(structure={self.structure!r}): expected 'element', 'channel', or N:M with N below M, such as "
                 "'2:4'"
             )
-        if self.scope not in ("layer", "global"):
-            raise GraphoptError(f"Prune(scope={self.scope!r}): expected 'layer' or 'global'")
         if self.scope == "global" and self.structure != "element":
             raise GraphoptError(
                 f"Prune(scope='global'): expected structure='element', found {self.structure!r}: leave scope out"

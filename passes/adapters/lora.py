@@ -129,15 +129,6 @@ class LoRA(Adapter):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     dora: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, known in (("scaling", ("standard", "rank_stabilized")), ("init", ("kaiming", "gaussian"))):
-            if getattr(self, name) not in known:
-                raise GraphoptError(
-                    f"LoRA({name}={getattr(self, name)!r}): expected {' or '.join(map(repr, known))}, found "
-                    f"{getattr(self, name)!r}"
-                )
-
     @staticmethod
     def load(
         path: str | os.PathLike[str], names: Names = None, *, dropout: float = 0.0, leave_out: Pattern = None

@@ -26,11 +26,11 @@ from graphopt.graph.metadata import (
 from graphopt.graph.operators import RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, Read
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, swap
+from graphopt.graph.values import fixed, given, is_floating, like, name_of, producer_of, redirect, swap
 from graphopt.intervals import within
 from passes.parameters import origin_in_file
 from passes.quantization import placement
-from passes.quantization.calibration import METHODS, ranges_of
+from passes.quantization.calibration import ranges_of
 from passes.quantization.fold import FoldBatchNormalization, drop_last, pool_means, write_apart
 from passes.quantization.placement import Product
 from passes.quantization.quantize_weights import chosen_weights
@@ -96,7 +96,7 @@ class FakeQuantize(Pass):
     follows: ClassVar[bool] = True
 
     weights: Literal["int8", "int4"] = "int8"
-    block: int | None = None
+    block: int | None = within("[2, inf)", None, whole=True)
     weight_range: int | None = None
     activations: Literal["uint8", "int8"] | None = "uint8"
     ranges: Mapping[str, tuple[float, float]] | None = field(default=None, repr=False)
@@ -104,25 +104,16 @@ class FakeQuantize(Pass):
     bias: bool = True
     observer: Literal["auto", "ema", "lsq"] | None = "auto"
     momentum: float = within("[0, 1)", 0.99)
-    freeze_after: int | None = None
+    freeze_after: int | None = within("[0, inf)", None, whole=True)
     fold: bool = True
     pattern: Pattern = None
     leave_out: Pattern = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = {"weights": LIMITS, "activations": ("uint8", "int8", None), "calibrate": METHODS}
-        choices["observer"] = ("auto", "ema", "lsq", None)
-        for name, known in choices.items():
-            if (found := getattr(self, name)) not in known:
-                raise _wrong(name, " or ".join(map(repr, known)), found)
         limit = LIMITS[self.weights]
         if self.weight_range is not None and not 1 <= self.weight_range <= limit:
             raise _wrong("weight_range", f"1 to {limit}, the largest {self.weights}", self.weight_range)
-        if self.freeze_after is not None and self.freeze_after < 0:
-            raise _wrong("freeze_after", "0 steps or more", self.freeze_after)
-        if self.block is not None and self.block < 2:
-            raise _wrong("block", "2 numbers or more", self.block)
         if self.ranges is not None:
             object.__setattr__(
                 self, "ranges", {str(name): _range(name, x) for name, x in self.ranges.items()}
@@ -305,7 +296,7 @@ class _Writer:
             largest = op.ReduceMax(op.Abs(w), axes, keepdims=0)
         else:
             largest = self._largest_of_blocks(w, blocked, sizes)
-            layout = {"axis": blocked, "block_size": self._block}
+            layout = {"axis": blocked, "block_size": options.block or 0}
         scale = op.Max(largest / float(limit), LEAST)
         bias = node.inputs[2] if len(node.inputs) > 2 and node.op_type not in RECURRENT else None
         counts = options.bias and scale_of_x is not None and blocked is None and bias is not None
@@ -344,14 +335,9 @@ class _Writer:
         swap(node.outputs[0], rounded)
         op.graph.remove(node, safe=True)
 
-    @property
-    def _block(self) -> int:
-        assert self._options.block is not None
-        return self._options.block
-
     def _largest_of_blocks(self, w: ir.Value, axis: int, sizes: list[int]) -> ir.Value:
         """Emit the largest magnitude in each block along an axis of a matrix; the last block may be shorter."""
-        op, block = self._op, self._block
+        op, block = self._op, self._options.block or 0
         count = math.ceil(sizes[axis] / block)
         pads = [0, 0, 0, 0]
         pads[2 + axis] = count * block - sizes[axis]
@@ -371,7 +357,7 @@ class _Writer:
         integers = op.Cast(steps[-1], to=ir.DataType.INT32)
         STORED.mark(integers)
         if is_shared:
-            STORED_AS.write(_node(integers), self._free(f"{name}.integers"))
+            STORED_AS.write(producer_of(integers), self._free(f"{name}.integers"))
         rounded = op.DequantizeLinear(integers, scale, axis=0)
         for y in [*steps, integers, rounded]:
             FAKE.mark(y)
@@ -394,7 +380,7 @@ class _Writer:
     def _stored(self, value: ir.Value, name: str) -> ir.Value:
         """Mark what the trained model stores as a constant, under a name."""
         STORED.mark(value)
-        STORED_AS.write(_node(value), self._free(name))
+        STORED_AS.write(producer_of(value), self._free(name))
         return value
 
     def _free(self, name: str) -> str:
@@ -403,17 +389,9 @@ class _Writer:
         return free
 
 
-def _node(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node
-
-
 def _quantizer(rounded: ir.Value) -> ir.Node:
     """Return the QuantizeLinear whose DequantizeLinear computes a value."""
-    integers = _node(rounded).inputs[0]
-    assert integers is not None
-    return _node(integers)
+    return producer_of(given(producer_of(rounded).inputs[0]))
 
 
 def _is_shape(node: ir.Node) -> bool:

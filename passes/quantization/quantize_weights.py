@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -24,12 +24,11 @@ from graphopt.graph.weight_kinds import (
     WeightKind,
     weight_kinds_of,
 )
-from passes.lowering.quantized import BITS, dequantized_rows, integer_type
+from passes.lowering.quantized import dequantized_rows, integer_type
 from passes.lowering.registry import freeze
 from passes.parameters import origin_in_file
 from passes.weights.initializers import array, is_weight, replace_by
 
-BLOCKS = (16, 32, 64, 128, 256)
 _NUMBERS_AT_ONCE = 2**20  # to bound the memory of the quantization
 
 
@@ -65,18 +64,9 @@ class QuantizeWeights(Pass):
 
     pattern: Pattern = None
     leave_out: Pattern = None
-    bits: int = 4
-    block: int = 32
+    bits: Literal[2, 4, 8] = 4
+    block: Literal[16, 32, 64, 128, 256] = 32
     symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, known in (("bits", BITS), ("block", BLOCKS)):
-            if getattr(self, name) not in known:
-                raise GraphoptError(
-                    f"QuantizeWeights({name}={getattr(self, name)!r}): expected {', '.join(map(str, known[:-1]))} or "
-                    f"{known[-1]}, found {getattr(self, name)!r}"
-                )
 
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
