@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -189,6 +191,26 @@ def test_the_runtime_computes_products_on_integers(name, tmp_path):
     np.testing.assert_allclose(on, off, rtol=0, atol=1e-5 if exact else 0.03 * np.ptp(off))
 
 
+ON_A_HASWELL = """import sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1])
+numpy.save(sys.argv[3], session.run(None, {"x": numpy.load(sys.argv[2])})[0])"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="needs QEMU's emulator of x86-64")
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_a_processor_without_vnni_computes_the_same_of_weights_of_7_bits(name, tmp_path):
+    executor, rows = trained(name, weight_range=63)
+    onnx.save(executor.trained(), tmp_path / "model.onnx")
+    np.save(tmp_path / "x.npy", rows)
+    names = [tmp_path / file for file in ("model.onnx", "x.npy", "y.npy")]
+    command = ["qemu-x86_64", "-cpu", "Haswell", sys.executable, "-c", ON_A_HASWELL, *names]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    expected = run(executor.trained(), rows)
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=0, atol=1e-6)
+
+
 class Rounded(torch.nn.Module):
     """PyTorch's fake quantization of a chain of linear or convolutional layers, whose biases are 32-bit integers."""
 
@@ -273,7 +295,7 @@ def test_ten_steps_of_a_convolution_are_those_of_pytorchs_fake_quantization(pool
     network = model(
         f"""g (float[N,3,8,8] x) => (float[N,3] y) {{ c = Conv<pads=[1,1,1,1]>(x, "c0.weight", "c0.bias") r = Relu(c)
             {pool} v = Flatten(p) y = Gemm<transB=1>(v, "fc.weight", "fc.bias") }}""",
-        **{"c0.weight": normal(4, 3, 3, 3), "c0.bias": normal(4)},
+        **{"c0.weight": normal(4, 3, 3, 3, scale=0.1), "c0.bias": normal(4)},
         **{"fc.weight": normal(3, inputs, scale=0.1), "fc.bias": normal(3)},
     )
     layers = {"c0": torch.nn.Conv2d(3, 4, 3, padding=1), "fc": torch.nn.Linear(inputs, 3)}
@@ -417,6 +439,28 @@ def test_learnt_scales_have_a_free_name():
     found = executor.trained()
     np.testing.assert_array_equal(run(found, X, optimize=False), run(simulated(executor), X, optimize=False))
     assert initializers(found)["x.scale"].shape == (8,)
+
+
+def test_gates_that_pytorchs_exporter_sorts_are_rounded_before():
+    order = " ".join(f"i{k} = Slice(p, a{k}, a{k + 1}, zero)" for k in (0, 3, 1, 2))
+    proto = model(
+        f"""g (float[5,N,6] x) => (float[5,N,3] y) {{
+            {" ".join(f"a{k} = Constant<value=int64[1] {{{4 * k}}}>()" for k in range(5))}
+            zero = Constant<value=int64[1] {{0}}>() one = Constant<value=int64[1] {{1}}>() {order}
+            c = Concat<axis=0>(i0, i3, i1, i2) w = Unsqueeze(c, zero) h = LSTM<hidden_size=4>(x, w, r)
+            f = Squeeze(h, one) y = MatMul(f, v) }}""",
+        **{"p": normal(16, 6), "r": normal(1, 16, 4), "v": normal(4, 3)},
+    )
+    rows, target = RNG.standard_normal((5, 8, 6)).astype(np.float32), np.zeros((5, 8, 3), np.float32)
+    executor = executor_of(proto, rows, target)
+    losses = [float(executor.step(x=rows, target=target)["loss"]) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    found = executor.trained()
+    kinds = {name: x.dtype for name, x in initializers(found).items()}
+    assert {kinds[name] for name in ("p", "r", "v")} == {np.dtype(np.int8)}
+    assert initializers(found)["p.scale"].shape == (16,)
+    expected = run(simulated(executor), rows, optimize=False)
+    np.testing.assert_array_equal(run(found, rows, optimize=False), expected)
 
 
 @pytest.mark.parametrize(

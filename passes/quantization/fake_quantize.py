@@ -6,7 +6,7 @@ import glob
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +23,7 @@ from graphopt.graph.metadata import (
     InferenceForm,
     Observer,
 )
-from graphopt.graph.operators import RECURRENT
+from graphopt.graph.operators import RECURRENT, SHAPE_READERS
 from graphopt.graph.rewriting import Pass, Pattern, Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import fixed, given, is_floating, like, name_of, producer_of, redirect, swap
@@ -136,7 +136,7 @@ class FakeQuantize(Pass):
         self._prepare(model)
         found = {}
         for product in self._products(model):
-            rounded = placement.tensors(model.graph, [product.node], others=False)
+            rounded = placement.tensors(model.graph, self._nodes([product]), others=False)
             names = {name_of(root) for root in rounded.values()}
             ranges = {name: x for name, x in (self.ranges or {}).items() if name in names}
             name = name_of(product.weight)
@@ -184,13 +184,14 @@ class FakeQuantize(Pass):
                     f"{node.name!r}: it is quantized already: leave quantize out to train it as it is, or quantize the "
                     "float file"
                 )
-        found = [
-            x
+        read = {
+            x.read: x
             for x in placement.products(model.graph)
             if x.axis is not None
             or self.pattern
             or origin_in_file(x.weight).trains  # no cosines of positions
-        ]
+        }
+        found = [*read.values()]
         weights = [x.weight for x in found]
         ours = set(chosen_weights(self, weights, self.pattern, self.leave_out, trained=False))
         chosen = [x for x in found if x.weight in ours]
@@ -239,12 +240,12 @@ class _Writer:
     def round_activation(self, x: ir.Value, root: ir.Value) -> None:
         """Make the readers of an activation read its rounded numbers."""
         options = self._options
-        uses = [(node, index) for node, index in x.uses() if not _is_shape(node)]
+        uses = [(node, index) for node, index in x.uses() if node.op_type not in SHAPE_READERS]
         if root not in self._points:
             self._points[root] = self._point(name_of(root))
         scale, zero = self._points[root]
-        rounded = self._pass(x, scale, zero)
-        quantizer = _quantizer(rounded)
+        integers = self._integers(x, scale, zero)
+        rounded, quantizer = like(self._floats(integers, scale, zero), x), producer_of(integers)
         if x is not root:
             rounded = self._straight(rounded, x)  # it is rounded already
         elif (kind := options.observer) is not None:
@@ -280,60 +281,41 @@ class _Writer:
         return value
 
     def round_weight(self, product: Product) -> None:
-        """Make a product read its weight, and its bias, as integers stand for them."""
+        """Make a node read its weight, and a product its bias, as integers stand for them; of a table, 8-bit rows."""
         node, w, op, options = product.node, product.read, self._op, self._options
-        if product.axis is None:
-            self._round_table(product)
-            return
-        x = node.inputs[0]
-        scale_of_x = None if x is None else self._scales.get(placement.undropped(x))
-        blocked = product.blocked_axis if options.block else None
-        sizes = _sizes(w)
-        limit = options.weight_range or LIMITS[options.weights]
-        layout: dict[str, int] = {"axis": product.axis}
-        if blocked is None:
-            axes = [axis for axis in range(len(sizes)) if axis != product.axis]
+        axis, sizes, bias, uses = product.axis, _sizes(w), [*node.inputs, None, None][2], list(w.uses())
+        kind = "int8" if axis is None else options.weights
+        limit = (kind == options.weights and options.weight_range) or LIMITS[kind]
+        layout = {} if axis is None else {"axis": product.axis}
+        is_blocked = options.block is not None and node.op_type in ("Gemm", "MatMul")
+        if axis is None or not is_blocked:
+            axes = [other for other in range(len(sizes)) if other != axis]
             largest = op.ReduceMax(op.Abs(w), axes, keepdims=0)
         else:
-            largest = self._largest_of_blocks(w, blocked, sizes)
-            layout = {"axis": blocked, "block_size": options.block or 0}
-        scale = op.Max(largest / float(limit), LEAST)
-        bias = node.inputs[2] if len(node.inputs) > 2 and node.op_type not in RECURRENT else None
-        counts = options.bias and scale_of_x is not None and blocked is None and bias is not None
-        counts = counts and fixed(bias) is not None and _is_vector(bias, sizes[product.axis])
-        is_shared = bias is not None and len(bias.uses()) > 1  # by a product with another scale
-        if counts:
-            assert bias is not None and scale_of_x is not None
-            flat = op.Reshape(bias, [-1]) if len(bias.shape or ()) != 1 else bias
-            scale = op.Max(scale, op.Abs(flat) / (scale_of_x * _BIAS))
-        name = name_of(product.weight)
-        scale = self._stored(STOP_GRADIENT.mark(scale), f"{name}.scale")
-        zero = None
-        if options.weights == "int8":
-            shape = [sizes[product.axis]]
-            zero = op.constant(np.zeros(shape if blocked is None else _sizes(scale), np.int8))
-        rounded = self._pass(w, scale, zero, **layout)
-        STORED.set(_quantizer(rounded))
-        node.replace_input_with(product.index, self._straight(rounded, w))
-        if counts:
-            assert bias is not None and scale_of_x is not None
-            node.replace_input_with(2, self._round_bias(bias, flat, scale_of_x * scale, is_shared))
-
-    def _round_table(self, product: Product) -> None:
-        """Gather 8-bit integers of a table of embeddings with one scale, and what they stand for."""
-        node, w, op = product.node, product.read, self._op
-        limit = (self._options.weights == "int8" and self._options.weight_range) or LIMITS["int8"]
-        scale = STOP_GRADIENT.mark(op.Max(op.ReduceMax(op.Abs(w), keepdims=0) / float(limit), LEAST))
-        scale = self._stored(scale, f"{name_of(product.weight)}.scale")
-        zero = op.constant(np.zeros((), np.int8))
-        integers = STORED.mark(FAKE.mark(op.QuantizeLinear(w, scale, zero)))
-        integers.shape = w.shape
-        floats, rows = op.Gather(w, node.inputs[1]), op.Gather(integers, node.inputs[1])
-        rounded = self._straight(
-            FAKE.mark(op.DequantizeLinear(rows, scale, zero)), like(floats, node.outputs[0])
-        )
-        swap(node.outputs[0], rounded)
-        op.graph.remove(node, safe=True)
+            largest = self._largest_of_blocks(w, 1 - axis, sizes)
+            layout = {"axis": 1 - axis, "block_size": options.block}
+        scale, step = op.Max(largest / float(limit), LEAST), None
+        if options.bias and not is_blocked and node.op_type not in RECURRENT and fixed(bias) is not None:
+            vectors = [[sizes[axis or 0]], [1, sizes[axis or 0]]]
+            step = self._scales.get(placement.undropped(given(node.inputs[0])))
+            step = step if is_floating(bias) and _sizes(given(bias)) in vectors else None
+        if step is not None:
+            is_shared = len(given(bias).uses()) > 1  # by a product with another scale
+            flat = op.Reshape(bias, [-1]) if len(_sizes(given(bias))) != 1 else given(bias)
+            scale = op.Max(scale, op.Abs(flat) / (step * _BIAS))
+        scale = self._stored(STOP_GRADIENT.mark(scale), f"{name_of(product.weight)}.scale")
+        zero = op.constant(np.zeros(_sizes(scale), np.int8)) if kind == "int8" else None
+        integers = STORED.mark(self._integers(w, scale, zero, **layout))
+        if axis is None:
+            rows = like(op.Gather(w, node.inputs[1]), node.outputs[0])
+            integers = op.Gather(integers, node.inputs[1])
+            swap(node.outputs[0], self._straight(self._floats(integers, scale, zero), rows))
+            op.graph.remove(node, safe=True)
+        else:
+            rounded = self._floats(integers, scale, zero, **layout)
+            redirect(uses, self._straight(rounded, w))
+        if step is not None:
+            node.replace_input_with(2, self._round_bias(given(bias), flat, step * scale, is_shared))
 
     def _largest_of_blocks(self, w: ir.Value, axis: int, sizes: list[int]) -> ir.Value:
         """Emit the largest magnitude in each block along an axis of a matrix; the last block may be shorter."""
@@ -369,13 +351,14 @@ class _Writer:
         passed = x - STOP_GRADIENT.mark(op.Identity(x))
         return like(InferenceForm(same_as=0).write(STOP_GRADIENT.mark(rounded) + passed), x)
 
-    def _pass(self, x: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: int) -> ir.Value:
-        """Emit a QuantizeLinear and its DequantizeLinear."""
-        op = self._op
+    def _integers(self, x: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: Any) -> ir.Value:
         extra = {} if zero is not None else {"output_dtype": ir.DataType.INT4}
-        integers = FAKE.mark(op.QuantizeLinear(x, scale, zero, **extra, **layout))
+        integers = FAKE.mark(self._op.QuantizeLinear(x, scale, zero, **extra, **layout))
         integers.shape = x.shape
-        return like(FAKE.mark(op.DequantizeLinear(integers, scale, zero, **layout)), x)
+        return integers
+
+    def _floats(self, integers: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: Any) -> ir.Value:
+        return FAKE.mark(self._op.DequantizeLinear(integers, scale, zero, **layout))
 
     def _stored(self, value: ir.Value, name: str) -> ir.Value:
         """Mark what the trained model stores as a constant, under a name."""
@@ -389,23 +372,9 @@ class _Writer:
         return free
 
 
-def _quantizer(rounded: ir.Value) -> ir.Node:
-    """Return the QuantizeLinear whose DequantizeLinear computes a value."""
-    return producer_of(given(producer_of(rounded).inputs[0]))
-
-
-def _is_shape(node: ir.Node) -> bool:
-    return node.op_type in ("Shape", "Size") and node.domain == ""
-
-
 def _sizes(w: ir.Value) -> list[int]:
     assert w.shape is not None
     return list(w.shape.numpy())
-
-
-def _is_vector(bias: ir.Value | None, size: int) -> bool:
-    """Return whether a bias has one number for each output."""
-    return bias is not None and is_floating(bias) and _sizes(bias) in ([size], [1, size])
 
 
 def _range(name: object, numbers: Sequence[float]) -> tuple[float, float]:

@@ -70,24 +70,14 @@ class Product:
     Args:
         node: the node.
         weight: the initializer.
-        axis: the axis of the weight, as the node reads it, that has one scale per output; None for one scale.
-        index: the input that is the weight.
+        read: the value to round, which is the weight or its transpose.
+        axis: the axis of `read` that has one scale per output; None for one scale.
     """
 
     node: ir.Node
     weight: ir.Value
+    read: ir.Value
     axis: int | None
-    index: int = 1
-
-    @property
-    def read(self) -> ir.Value:
-        """Return the weight as the product reads it, which may be its transpose."""
-        return given(self.node.inputs[self.index])
-
-    @property
-    def blocked_axis(self) -> int | None:
-        """Return the axis that the product sums over, if it is one."""
-        return None if self.axis is None or self.node.op_type not in ("Gemm", "MatMul") else 1 - self.axis
 
 
 def row_of(node: ir.Node) -> Row:
@@ -101,17 +91,31 @@ def row_of(node: ir.Node) -> Row:
 def products(graph: ir.Graph) -> Iterator[Product]:
     """Yield the products, and the tables of embeddings, with weights of floats that nothing else reads."""
     for node in graph:
-        for index in row_of(node).weights:
-            read = weight = node.inputs[index]
+        for read in (given(node.inputs[index]) for index in row_of(node).weights if index < len(node.inputs)):
+            if node.op_type in RECURRENT and read.producer() is not None:
+                parts = [x for x in dict.fromkeys(_parts(read)) if is_weight(x) and len(x.shape or ()) == 2]
+                yield from (Product(node, x, x, 0) for x in parts if not x.is_graph_output())
+                continue
+            weight: ir.Value | None = read
             while weight is not None and (before := weight.producer()) is not None:
                 is_view = before.op_type in ("Identity", "Transpose") and before.domain == ""
                 weight = before.inputs[0] if is_view and len(weight.uses()) == 1 else None
-            if weight is None or read is None or read.shape is None or not is_weight(weight):
+            if weight is None or read.shape is None or not is_weight(weight):
                 continue
             if node.op_type in ("Gather", "MatMul") and len(read.shape) != 2:
                 continue  # the runtime has no kernel for a scale for each output of several matrices
-            if len(weight.uses()) == 1 and not weight.is_graph_output() and not weight.is_graph_input():
-                yield Product(node, weight, _channel(node, read.shape), index)
+            if len(weight.uses()) == 1 and not weight.is_graph_output():
+                yield Product(node, weight, read, _channel(node, read.shape))
+
+
+def _parts(x: ir.Value) -> Iterator[ir.Value]:
+    """Yield what the weight of a recurrence is made of: PyTorch's exporter sorts gates, and stacks directions."""
+    node = x.producer()
+    if node is None:
+        yield x
+    elif node.op_type in ("Concat", "Slice", "Unsqueeze"):
+        for part in node.inputs if node.op_type == "Concat" else node.inputs[:1]:
+            yield from _parts(given(part))
 
 
 def _channel(node: ir.Node, shape: ir.Shape) -> int | None:
