@@ -112,10 +112,6 @@ class GRPO(CompletionLoss):
     tokens: str | None = None
     blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_word("importance_sampling_level", self.importance_sampling_level, ["token", "sequence"])
-
     def companions(self) -> list[str]:
         return []
 
