@@ -24,6 +24,7 @@ import graphopt
 import passes
 from graphopt import cli, models
 from graphopt.graph import inference
+from graphopt.graph.roles import Role, with_role
 from graphopt.inspection.report import report
 from graphopt.inspection.sensitivity import sensitivity
 from graphopt.targets.native.lowering import plan
@@ -424,6 +425,13 @@ def test_learnt_scales_have_pytorchs_gradients():
     np.testing.assert_allclose(found, loss.item(), rtol=1e-6)
     moved = executor.state["x.scale"] - np.float32(0.6)
     np.testing.assert_allclose(moved, -0.05 * scale.grad.numpy()[0] * (high - low) / 255, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("weights", "kind"), [("int4", "parameter"), ("int8", "statistic")])
+def test_scales_train_beside_weights_of_4_bits_and_follow_batches_beside_8(weights, kind):
+    step = step_of(mlp((6, 3), "Relu"), X, T, "auto", weights=weights)
+    names = {x.name for x in with_role(step, Role(kind))}
+    assert ("x.scale" in names, "x.low" in names) == (kind == "parameter", kind == "statistic")
 
 
 def test_learnt_scales_have_a_free_name():
