@@ -115,9 +115,8 @@ class FakeQuantize(Pass):
         if self.weight_range is not None and not 1 <= self.weight_range <= limit:
             raise _wrong("weight_range", f"1 to {limit}, the largest {self.weights}", self.weight_range)
         if self.ranges is not None:
-            object.__setattr__(
-                self, "ranges", {str(name): _range(name, x) for name, x in self.ranges.items()}
-            )
+            ranges = {str(name): _range(name, x) for name, x in self.ranges.items()}
+            object.__setattr__(self, "ranges", ranges)
 
     @property
     def learns(self) -> bool:

@@ -93,7 +93,8 @@ class QuantizeWeights(Pass):
         pieces = zip(*self._pieces(outputs, name), strict=True)
         packed, scales, points = (np.concatenate(piece) for piece in pieces)
         dtype, stored = integer_type(self.bits), dtype_of(w)
-        q = ir.val(f"{name}.packed", const_value=_integers(packed, dtype, [rows, self.block]))
+        tensor = ir.tensor(packed) if dtype.bitwidth == 8 else RoomyTensor(packed, dtype, [rows, self.block])
+        q = ir.val(f"{name}.packed", const_value=tensor)
         scale = ir.tensor(scales.astype(stored.numpy()), dtype=stored, name=f"{name}.scales")
         zero = op.constant(points.astype(dtype.numpy()))
         model.graph.register_initializer(q)
@@ -143,10 +144,6 @@ def quantized(blocks: np.ndarray, bits: int, *, symmetric: bool) -> tuple[np.nda
 def _rounded(x: np.ndarray) -> np.ndarray:
     """Round halves up, as C rounds numbers that are not negative; others are clipped to 0."""
     return np.floor(x + np.float32(0.5))
-
-
-def _integers(packed: np.ndarray, dtype: ir.DataType, shape: list[int]) -> ir.TensorProtocol:
-    return ir.tensor(packed) if dtype.bitwidth == 8 else RoomyTensor(packed, dtype, shape)
 
 
 def product_weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:
