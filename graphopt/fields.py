@@ -92,7 +92,7 @@ def read_value(value: object, hint: object, other: Callable[[Any, Any], object])
 
 
 def check_options(options: Any, owner: str | None = None) -> None:
-    """Raise an error unless numbers of a dataclass lie in their intervals, and flags, words and paths are such.
+    """Raise an error unless numbers lie in their intervals, words are among the choices, and others have their types.
 
     Fields of other types are left to their owner.
 
@@ -101,8 +101,10 @@ def check_options(options: Any, owner: str | None = None) -> None:
     """
     check_intervals(options, owner)
     kind: Any = type(options)
-    for name, (kinds, words, are_words) in _declared(kind).items():
+    for name, (kinds, words, are_words, choices) in _declared(kind).items():
         value = getattr(options, name)
+        if choices and value not in choices:
+            raise _wrong(options, owner, name, _either([*map(repr, choices)]), value)
         if not isinstance(value, kinds):
             raise _wrong(options, owner, name, words, value)
         for x in value if are_words and isinstance(value, list | tuple) else ():
@@ -124,8 +126,8 @@ def _wrong(options: object, owner: str | None, name: str, expected: object, foun
 
 
 @functools.cache
-def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool]]:
-    """Return the fields whose types are checked: their classes, these in words, and whether sequences hold words."""
+def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool, list[object]]]:
+    """Return the fields that are checked: their classes, these in words, whether sequences hold words, and choices."""
     found, known = {}, hints(kind)
     for field in dataclasses.fields(kind):
         parts = alternatives(known.get(field.name, Any))
@@ -133,12 +135,20 @@ def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool]]:
         is_number = KEY in field.metadata and int in classes
         if field.init and not is_number and all(part in _WORDS for part in classes):
             alike = [other for part in classes for other in _ALIKE.get(part, ())]
-            *words, last = dict.fromkeys(_WORDS[part] for part in classes)
             items = [typing.get_args(part) for part in parts if typing.get_origin(part) in (list, tuple)]
             are_words = bool(items) and all({*one} <= {str, ...} for one in items)
-            text = " or ".join([", ".join(words), last] if words else [last])
-            found[field.name] = (*classes, *alike), text, are_words
+            choices = [
+                word for part in parts for word in typing.get_args(part) if typing.get_origin(part) is Literal
+            ]
+            choices += [None] if choices and type(None) in classes else []
+            are_choices = all(typing.get_origin(part) is Literal or part is type(None) for part in parts)
+            text = _either([*dict.fromkeys(_WORDS[part] for part in classes)])
+            found[field.name] = (*classes, *alike), text, are_words, choices if are_choices else []
     return found
+
+
+def _either(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _class_of(hint: object) -> Any:

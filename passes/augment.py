@@ -90,8 +90,6 @@ class AugmentImages(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layout not in (None, *_LAYOUTS):
-            raise GraphoptError(f"layout: expected 'NCHW', 'NHWC' or None, found {self.layout!r}")
         bounds = self.value_range
         if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
             raise GraphoptError(

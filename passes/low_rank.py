@@ -16,7 +16,7 @@ from graphopt.graph.rewriting import Pass, Pattern
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import given, is_static
 from graphopt.intervals import within
-from passes.quantization.quantize_weights import chosen_weights, product_weights, summed_axes
+from passes.quantization.quantize_weights import chosen_weights, product_weights, products_of
 from passes.weights.initializers import array, is_weight, register
 
 
@@ -91,10 +91,11 @@ class LowRank(Pass):
         else:
             shares = np.cumsum(np.square(s)) / max(np.square(s).sum(), np.finfo(np.float64).tiny)
             rank = min(int(np.searchsorted(shares, self.energy - 1e-12)) + 1, len(s))
-        readers = list(_readers(w))
+        products = list(products_of(w))
+        readers = [node for node, _, _ in products]
         if (
             rank * sum(matrix.shape) >= matrix.size
-            or (not is_filter and {*summed_axes(w, 0)} != {summed})
+            or (not is_filter and {axis for _, _, axis in products} != {summed})
             or any(node.graph is not model.graph or node.attributes.get_int("transA", 0) for node in readers)
         ):
             return False
@@ -126,11 +127,3 @@ def _filters(model: ir.Model) -> Iterator[ir.Value]:
         kinds = {(x.domain, x.op_type, index, x.attributes.get_int("group", 1)) for x, index in w.uses()}
         if is_weight(w) and is_static(w) and kinds == {("", "Conv", 1, 1)} and not w.is_graph_output():
             yield w
-
-
-def _readers(x: ir.Value) -> list[ir.Node]:
-    """Return the products that read a weight, also through Transpose and Identity."""
-    found = []
-    for node, _ in x.uses():
-        found += _readers(node.outputs[0]) if node.op_type in ("Transpose", "Identity") else [node]
-    return found

@@ -68,13 +68,6 @@ class MixedPrecision(Pass):
     keep: Pattern = None
     changes_forward = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype not in ("float16", "bfloat16"):
-            raise GraphoptError(
-                f"MixedPrecision: dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}"
-            )
-
     def rewrite(self, model: ir.Model) -> None:
         nodes = list(model.graph)
         if self.keep and not any(matches(node.name, self.keep) for node in nodes):

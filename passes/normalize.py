@@ -129,13 +129,6 @@ class Normalize(Pass):
     batch: Literal["free"] | None = None
     inputs: Mapping[str, float] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch not in (None, "free"):
-            raise GraphoptError(
-                f"Normalize(batch={self.batch!r}): expected 'free' or None, found {self.batch!r}"
-            )
-
     def rewrite(self, model: ir.Model) -> None:
         _replace_inputs(model, self.inputs or {})
         is_classical = classical.is_classical(model)

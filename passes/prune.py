@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -23,15 +24,9 @@ from graphopt.graph.roles import STATE, Role, updated, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import MASK
 from graphopt.graph.values import constant_of, is_static, name_of, next_of, wide_type
-from graphopt.graph.weight_kinds import (
-    CONVOLUTION,
-    PRODUCT,
-    TRANSPOSED_CONVOLUTION,
-    WeightKind,
-    weight_kinds_of,
-)
 from graphopt.intervals import within
 from passes.optimizers.slots import initial_array
+from passes.quantization.quantize_weights import products_of
 
 _N_OF_M = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,3})")
 _Masks = Mapping[str, np.ndarray]
@@ -105,8 +100,6 @@ class Prune(Pass):
                 f"Prune(structure={self.structure!r}): expected 'element', 'channel', or N:M with N below M, such as "
                 "'2:4'"
             )
-        if self.scope not in ("layer", "global"):
-            raise GraphoptError(f"Prune(scope={self.scope!r}): expected 'layer' or 'global'")
         if self.scope == "global" and self.structure != "element":
             raise GraphoptError(
                 f"Prune(scope='global'): expected structure='element', found {self.structure!r}: leave scope out"
@@ -340,26 +333,10 @@ class _Copy:
 
 def _summed_axes(part: ir.Model) -> dict[str, int | None]:
     """Return the axis of each weight that products or convolutions sum over, of filters the channels; None for two."""
-    found: dict[str, int | None] = {}
-    for node in part.graph:
-        for index, kind in weight_kinds_of(node).items():
-            x, axis = node.inputs[index], _axis_of_sum(node, kind)
-            while x is not None and (before := x.producer()) is not None:
-                if before.op_type == "Transpose" and axis is not None:
-                    rank = len(x.shape or ())
-                    axis = list(before.attributes.get_ints("perm", [*range(rank)[::-1]]))[axis % rank]
-                elif before.op_type not in _AS_IT_IS:
-                    break
-                x = before.inputs[0]
-            if axis is not None and x is not None and x.producer() is None and x.shape is not None:
-                name, place = _owner(x), axis % len(x.shape)
-                found[name] = place if found.get(name, place) == place else None
-    return found
-
-
-def _axis_of_sum(node: ir.Node, kind: WeightKind) -> int | None:
-    axes = {CONVOLUTION: 1, TRANSPOSED_CONVOLUTION: 0, PRODUCT: -1 if kind.is_transposed(node) else -2}
-    return None if kind.has_layout else axes.get(kind.name)
+    found: dict[str, set[int]] = defaultdict(set)
+    for w in with_role(part, *STATE):
+        found[_owner(w)].update(axis for _, kind, axis in products_of(w, _AS_IT_IS) if kind is not None)
+    return {name: min(axes) if len(axes) == 1 else None for name, axes in found.items() if axes}
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,27 @@ MUTANTS = [
     *of(
         "passes/quantization/fake_quantize.py",
         QUANTIZATION,
-        ("pytorchs", "self._round_bias(bias, flat, scale_of_x * scale, is_shared)", "bias"),
+        ("pytorchs", "self._round_bias(given(bias), flat, step * scale, is_shared)", "bias"),
         ("pytorchs", "scale = STOP_GRADIENT.mark(op.Max(step, LEAST))", "scale = op.Max(step, LEAST)"),
         ("pytorchs", "op.Round(op.Neg(least) / ", "op.Floor(op.Neg(least) / "),
         ("pytorchs", '{"axis": product.axis}', '{"axis": 1 - product.axis}'),
         ("pytorchs", "STOP_GRADIENT.mark(rounded) + passed", "STOP_GRADIENT.mark(rounded) + 2 * passed"),
+        ("recurrences", "op.ReduceMax(op.Abs(w), axes, keepdims=0)", "op.ReduceMax(w, axes, keepdims=0)"),
+    ),
+    *of(
+        "passes/quantization/placement.py",
+        QUANTIZATION,
+        ("recurrences", "node.op_type in RECURRENT and shape[0] != 1", "False"),
+    ),
+    *of(
+        "graphopt/adapters/targets.py",
+        QUANTIZATION,
+        ("adapters", "replace(kind, x=None)", "kind"),
+        (
+            "merged_weights",
+            "list(w.uses()) if source.unrounded is not None else [(node, index)]",
+            "[(node, index)]",
+        ),
     ),
     *of(
         "passes/quantization/observers.py",

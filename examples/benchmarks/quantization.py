@@ -136,7 +136,7 @@ FORMS = {
     "int8": {},
     "int8, 7 bits": {"weight_range": 63},
     "int8, LSQ": {"observer": "lsq"},
-    "int4 weights, int8 activations": {"weights": "int4"},
+    "int4 weights, int8 activations": {"weights": "int4", "observer": "ema"},
     "int4 weights, int8 activations, LSQ": {"weights": "int4", "observer": "lsq"},
     "int4 weights": {"weights": "int4", "activations": None, "block": 32},
 }

@@ -45,20 +45,28 @@ _FOLLOWED = {*_JOINING, "Cast", "Identity", "Reshape", "Slice", "Split", "Sub", 
 
 @dataclass(frozen=True, eq=False)
 class WeightSource:
-    """Hold the initializer that a weight comes from, and the moves of its numbers on the way to a product."""
+    """Hold the initializer that a weight comes from, and the moves of its numbers on the way to a product.
+
+    Args:
+        weight: the initializer.
+        moves: the moves.
+        quantized: whether the file stores it in integers.
+        unrounded: the weight before `FakeQuantize` rounds it, in the layout of the product.
+    """
 
     weight: Value
     moves: Moves = ()
     quantized: bool = False
+    unrounded: Value | None = None
 
 
 def source_of(x: Value | None) -> WeightSource | None:
     """Return what a weight comes from: an initializer, in another layout or not; None for computed values."""
     moves: list[tuple[str, tuple[int, ...]]] = []
-    rounded = False  # by FakeQuantize
+    unrounded = None
     while x is not None and (node := x.producer()) is not None and node.domain == "":
         if _rounds(node):
-            x, rounded = node.inputs[0], True
+            x = unrounded = node.inputs[0]
             continue
         if node.op_type == DEQUANTIZE and node.inputs[0] is not None and node.inputs[0].is_initializer():
             return WeightSource(node.inputs[0], quantized=True)
@@ -78,7 +86,8 @@ def source_of(x: Value | None) -> WeightSource | None:
             return source if source is not None and source.quantized else None
     if x is None or not x.is_initializer() or x.is_graph_input() or not is_floating(x) or not is_static(x):
         return None
-    return WeightSource(x, tuple(moves[::-1]), rounded)
+    unrounded = x if any(map(FAKE.is_set, x.consumers())) else unrounded
+    return WeightSource(x, tuple(moves[::-1]), unrounded=unrounded)
 
 
 def _rounds(node: ir.Node) -> bool:
@@ -95,7 +104,8 @@ class AdapterTarget:
     """Describe a weight w where a node reads it, as an adapter sees it: y = x w, for w of [..., inputs, outputs].
 
     Where an adapter changes the weight itself, x is the identity, and y the weight. Recurrences, bodies of control flow
-    and operators without a known product read such weights. Each direction of a recurrence has an adapter.
+    and operators without a known product read such weights, and `FakeQuantize` rounds the changed weight. Each
+    direction of a recurrence has an adapter.
 
     Args:
         node: the node that reads the weight.
@@ -140,8 +150,8 @@ class AdapterTarget:
 
     @property
     def has_layout(self) -> bool:
-        """Return whether an adapter changes a weight that is not a matrix in its last axes."""
-        return self.is_weight_itself and self.reading.has_layout
+        """Return whether an adapter changes a weight that becomes [..., inputs, outputs] for it, and then returns."""
+        return self.is_weight_itself and (self.reading.has_layout or self.source.unrounded is not None)
 
     @property
     def droppable(self) -> bool:
@@ -177,7 +187,7 @@ class AdapterTarget:
     def axis(self) -> int:
         """Return the axis of the outputs in y."""
         if self.is_weight_itself:
-            return -2 if self.is_transposed else -1
+            return -2 if self.is_transposed and not self.has_layout else -1
         return 1 - rank(self.w) if self.reading.is_filters else -2 if self.reading.left else -1
 
     @property
@@ -261,17 +271,20 @@ class AdapterTarget:
         beta = self.node.attributes.get_float("beta", 1.0) if self.reading.gemm else 1.0
         return bias if beta == 1 else op.Mul(bias, op.constant(beta, like=like))
 
+    @property
+    def _to_matrices(self) -> Moves:
+        return (*self.own_moves, *self.reading.to_matrices(self.dims, self.groups))
+
     def laid_out(self, op: Emitter) -> AdapterTarget:
         """Emit a weight that has a layout of its own as [..., inputs, outputs], and return the target of that."""
-        return (
-            replace(self, reading=WeightKind(), y=emit(op, self.y, self.own_moves))
-            if self.has_layout
-            else self
-        )
+        if not self.has_layout:
+            return self
+        y = emit(op, self.y, self._to_matrices)
+        return replace(self, reading=WeightKind(), source=WeightSource(self.source.weight), y=y)
 
     def given_back(self, op: Emitter, changed: Value) -> Value:
         """Emit a value like the output of `laid_out` in the layout of the weight."""
-        return emit(op, changed, inverse(self.own_moves, _dims(self.y))) if self.has_layout else changed
+        return emit(op, changed, inverse(self._to_matrices, _dims(self.y))) if self.has_layout else changed
 
     def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
         """Emit the weight, or a value in the layout of the weight, as [..., inputs, outputs]."""
@@ -370,9 +383,10 @@ def _found(node: ir.Node) -> Iterator[AdapterTarget]:
         source = _source_in(node, index, kind)
         if source is None or kind.x in weights:  # two are a product of weights
             continue
-        if kind.x is None:
-            w = _input(node, index)
-            yield AdapterTarget(node, index, kind, source, w, readers=((node, index),))
+        if kind.x is None or source.unrounded is not None:
+            w = source.unrounded or _input(node, index)
+            uses = list(w.uses()) if source.unrounded is not None else [(node, index)]
+            yield AdapterTarget(node, index, replace(kind, x=None), source, w, readers=uses)
         else:
             yield AdapterTarget(node, index, kind, source, *_with_bias(node, kind))
 

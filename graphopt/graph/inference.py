@@ -25,7 +25,7 @@ from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of, with_ro
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import computed_from, extracted_model
-from graphopt.graph.values import given, is_read, like, name_of, swap
+from graphopt.graph.values import given, is_floating, is_read, like, name_of, swap
 
 _Adapters = Literal["merged", "left out", "kept"]
 
@@ -114,6 +114,9 @@ def _leave_out_rounding(graph: ir.Graph) -> None:
     """Let the readers of rounded numbers read the numbers themselves."""
     for node in graph:
         if metadata.FAKE.is_set(node):
+            for user in node.outputs[0].consumers():
+                if not is_floating(user.outputs[0]):  # it gathers rows
+                    user.outputs[0].type = user.outputs[0].shape = None
             ir.convenience.replace_all_uses_with(
                 node.outputs[0], given(node.inputs[0]), replace_graph_outputs=True
             )

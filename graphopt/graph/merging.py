@@ -52,8 +52,7 @@ class Adapted(
         groups: the groups of a convolution.
         moves: the permutations of axes and the shapes that turn the file's weight into what the product multiplies by.
         columns: the first and the last + 1 of the outputs that it changes; None for all.
-        quantized: whether the file stores the weight in integers, into which nothing can be merged; the weight itself
-            has floats if `FakeQuantize` rounds it.
+        quantized: whether the file stores the weight in integers, into which nothing can be merged.
     """
 
     adapter: str

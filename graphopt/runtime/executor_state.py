@@ -180,13 +180,12 @@ class ExecutorState:
         """Return the inference model with the trained weights; errors name the method `call`."""
         if adapters not in ("merged", "slots"):
             raise GraphoptError(f"{call}: adapters: expected 'merged' or 'slots', found {adapters!r}")
-        is_fake = any(FAKE.is_set(node) for node in self._model.graph)
         if into is not None:
             if outputs is not None:
                 raise GraphoptError(
                     f"{call}: outputs: expected none with into, whose outputs stay, found some"
                 )
-            if is_fake:
+            if any(FAKE.is_set(node) for node in self._model.graph):
                 raise GraphoptError(
                     f"{call}: into: expected none, since a model that trains by FakeQuantize has other operators in "
                     "integers, and folded weights, found a model: leave into out"
@@ -197,7 +196,7 @@ class ExecutorState:
                 f"{call}: into: expected the model that gets slots, found None: name its file"
             )
         else:
-            packed = any(note.quantized for _, note in adapted(self._model)) and (quantized or not is_fake)
+            packed = any(note.quantized for _, note in adapted(self._model))
             trained = inference.trained_parts(
                 self._model,
                 self.copies(),

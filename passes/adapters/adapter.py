@@ -210,7 +210,8 @@ class Adapter(Pass):
                 for name, columns in self._columns(target):
                     own = replace(whole, columns=columns)
                     is_left = name not in added
-                    terms.append(_zeros(op, own) if is_left else _term(self, op, own, added[name]))
+                    values = [] if is_left else _laid_out(op, target, added[name])
+                    terms.append(_zeros(op, own) if is_left else _term(self, op, own, values))
                 term = terms[0] if len(terms) == 1 else op.Concat(*terms, axis=whole.axis)
                 changed = op.Add(target.y, target.given_back(op, term))
                 _place(model, target, like(changed, target.y), uses)
@@ -280,6 +281,12 @@ def _term(adapter: Adapter, op: Emitter, target: AdapterTarget, values: Sequence
     """Return the term that `delta` has returned."""
     found = ask(adapter, "delta", op, target, target.x, *values)
     return floating(found, name_of_method(adapter, "delta"), "the term to add to the output of the target")
+
+
+def _laid_out(op: Emitter, target: AdapterTarget, values: Sequence[ir.Value]) -> Sequence[ir.Value]:
+    """Emit the values of filters that an adapter changes themselves as matrices."""
+    is_own = target.is_weight_itself and target.reading.is_filters
+    return [target.matrix(op, x, up=i > 0) for i, x in enumerate(values)] if is_own else values
 
 
 def _zeros(op: Emitter, target: AdapterTarget) -> ir.Value:

@@ -220,7 +220,7 @@ def _advice(target: AdapterTarget | None) -> str:
     """Return what to do about a target that a head cannot replace."""
     if target is None:
         return ": name an output of classes by output, or train the layers of the file without a head"
-    if not target.source.quantized:
+    if not target.source.quantized and target.source.unrounded is None:
         return ""
     return f" of packed weights: leave them out of quantize, by leave_out={target.name!r}"
 

@@ -129,15 +129,6 @@ class LoRA(Adapter):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     dora: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, known in (("scaling", ("standard", "rank_stabilized")), ("init", ("kaiming", "gaussian"))):
-            if getattr(self, name) not in known:
-                raise GraphoptError(
-                    f"LoRA({name}={getattr(self, name)!r}): expected {' or '.join(map(repr, known))}, found "
-                    f"{getattr(self, name)!r}"
-                )
-
     @staticmethod
     def load(
         path: str | os.PathLike[str], names: Names = None, *, dropout: float = 0.0, leave_out: Pattern = None
@@ -171,7 +162,8 @@ class LoRA(Adapter):
                 f"LoRA(rank={self.rank}): weight {name!r}: expected a multiple of the {groups} groups of its "
                 f"convolution, found {self.rank}: leave it out by leave_out={name!r}"
             )
-        if self.dropout and weight_kinds_of(target.node)[target.index].x is None:
+        is_own = weight_kinds_of(target.node)[target.index].x is None
+        if self.dropout and (is_own or target.source.unrounded is not None):
             raise GraphoptError(
                 f"LoRA(dropout={self.dropout}): weight {name!r}: expected no dropout for a {target.kind}, whose "
                 "adapter changes the weight itself, found some: adapt it by another LoRA without dropout"

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.roles import Role, TargetSpec, set_role, with_role
@@ -18,7 +17,7 @@ from passes.losses.frozen import before_training, put_in, share_weights
 from passes.losses.loss import new_input
 from passes.losses.pairs import PairLoss, split_outputs, split_rows, stack_inputs
 
-_REFERENCE, _REFERENCES = "reference", ("initial", "inputs", "none")
+_REFERENCE = "reference"
 
 
 class CompletionLoss(PairLoss):
@@ -35,15 +34,6 @@ class CompletionLoss(PairLoss):
     blocks: int | Literal["auto"] | None
 
     counts_prompts: ClassVar[bool] = False  # whether the tokens of prompts have log-probabilities, too
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_word("reference", self._reference, _REFERENCES)
-
-    def check_word(self, field: str, word: str, known: Sequence[str]) -> None:
-        """Raise an error unless a field has a known word."""
-        if word not in known:
-            raise GraphoptError(f"{type(self).__name__}: {unknown(field, str(word), known)}")
 
     @property
     def _reference(self) -> str:

@@ -55,11 +55,6 @@ class Loss(Pass):
     task: ClassVar[str] = "regression"
     changes_forward = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reduction not in ("mean", "sum", "none"):
-            raise GraphoptError(f"reduction: expected 'mean', 'sum' or 'none', found {self.reduction!r}")
-
     def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
         return self
 

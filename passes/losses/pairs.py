@@ -170,11 +170,6 @@ class InfoNCE(PairLoss):
     negatives: int = within("[0, 1000]", 0)
     symmetric: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.similarity not in ("cosine", "dot"):
-            raise GraphoptError(f"InfoNCE: similarity: expected 'cosine' or 'dot', found {self.similarity!r}")
-
     def companions(self) -> list[str]:
         several = [f"negative_{i}" for i in range(1, self.negatives + 1)]
         return ["positive", *(["negative"] if self.negatives == 1 else several)]
@@ -211,13 +206,6 @@ class Triplet(PairLoss):
 
     margin: float = within("[0, inf)", 1.0)
     distance: Literal["euclidean", "manhattan", "cosine"] = "euclidean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.distance not in ("euclidean", "manhattan", "cosine"):
-            raise GraphoptError(
-                f"Triplet: distance: expected 'euclidean', 'manhattan' or 'cosine', found {self.distance!r}"
-            )
 
     def companions(self) -> list[str]:
         return ["positive", "negative"]

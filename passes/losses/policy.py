@@ -19,7 +19,6 @@ from passes.losses.loss import Loss, new_input
 __all__ = ["GRPO", "PPO"]
 
 _ADVANTAGES, _OLD, _REWARDS, _ACTION = "advantages", "old_log_probabilities", "rewards", "action"
-_LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,6 @@ class GRPO(CompletionLoss):
     reference: Literal["initial", "inputs"] = "initial"
     tokens: str | None = None
     blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_word("loss_type", self.loss_type, _LOSS_TYPES)
-        self.check_word("importance_sampling_level", self.importance_sampling_level, ["token", "sequence"])
 
     def companions(self) -> list[str]:
         return []

@@ -73,10 +73,6 @@ class DPO(PairedPreference):
     tokens: str | None = None
     blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_word("loss_type", self.loss_type, [*_FUNCTIONS])
-
     def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
         is_mean = self.average or self.loss_type == "ipo"
         return [mean_of_tokens(op, tokens, counts) if is_mean else total(op, tokens)]
@@ -220,10 +216,6 @@ class KTO(CompletionLoss):
     reference: Literal["initial", "inputs", "none"] = "initial"
     tokens: str | None = None
     blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_word("loss_type", self.loss_type, ["kto", "apo_zero_unpaired"])
 
     def companions(self) -> list[str]:
         return ["mismatched"] if self.loss_type == "kto" else []

@@ -122,10 +122,8 @@ class Optimizer(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if self.slot_bits not in (8, 32):
-            raise GraphoptError(f"{name}(slot_bits={self.slot_bits!r}): expected 8 or 32")
         if self.fused and self.slot_bits == 8:
+            name = type(self).__name__
             raise GraphoptError(f"{name}: expected slot_bits=32 with fused=True, found 8: set one of them")
 
     def slots(self) -> Mapping[str, Start]:

@@ -6,7 +6,7 @@ import glob
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -23,12 +23,14 @@ from graphopt.graph.metadata import (
     InferenceForm,
     Observer,
 )
+from graphopt.graph.operators import RECURRENT, SHAPE_READERS
 from graphopt.graph.rewriting import Pass, Pattern, Read
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import fixed, is_floating, like, name_of, redirect, swap
+from graphopt.graph.values import fixed, given, is_floating, like, name_of, producer_of, redirect, swap
 from graphopt.intervals import within
+from passes.parameters import origin_in_file
 from passes.quantization import placement
-from passes.quantization.calibration import METHODS, ranges_of
+from passes.quantization.calibration import ranges_of
 from passes.quantization.fold import FoldBatchNormalization, drop_last, pool_means, write_apart
 from passes.quantization.placement import Product
 from passes.quantization.quantize_weights import chosen_weights
@@ -47,10 +49,12 @@ class FakeQuantize(Pass):
 
     A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each
     block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
-    biases become 32-bit integers. Gradients pass rounding straight through, and are 0 outside of the range (Jacob et
-    al. 2018, https://arxiv.org/abs/1712.05877). `Executor.trained()` returns the model in integers, and
-    `trained(quantized=False)` in floats. Activations are rounded where ONNX Runtime then computes on integers. Adapters
-    such as `LoRA` change the output of the rounded product: in integers they stay operators, in floats they are merged.
+    biases become 32-bit integers. A table of embeddings becomes 8-bit integers with one scale. The weights of a
+    recurrence have a scale for each output, or for each of two directions, and are multiplied in floats. Gradients pass
+    rounding straight through, and are 0 outside of the range (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
+    `Executor.trained()` returns the model in integers, and `trained(quantized=False)` in floats. Activations are
+    rounded where ONNX Runtime then computes on integers. Weights are rounded with their adapters, such as `LoRA`, which
+    are merged in both.
 
     Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
     the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
@@ -68,6 +72,7 @@ class FakeQuantize(Pass):
         bias: round biases as the runtime does.
         observer: how ranges follow training: as moving averages of the smallest and the largest number of each batch
             (`ema`), by scales that train (`lsq`: Esser et al. 2020, https://arxiv.org/abs/1902.08153), or not at all.
+            `auto` is `lsq` beside 4-bit weights, and `ema` beside 8-bit ones.
         momentum: the share that a moving average keeps of itself in a step.
         freeze_after: the number of steps after which moving averages stay as they are; None for never.
         fold: first fold BatchNormalization into products, as `FoldBatchNormalization` does.
@@ -91,37 +96,27 @@ class FakeQuantize(Pass):
     follows: ClassVar[bool] = True
 
     weights: Literal["int8", "int4"] = "int8"
-    block: int | None = None
+    block: int | None = within("[2, inf)", None, whole=True)
     weight_range: int | None = None
     activations: Literal["uint8", "int8"] | None = "uint8"
     ranges: Mapping[str, tuple[float, float]] | None = field(default=None, repr=False)
     calibrate: Literal["minmax", "percentile", "entropy"] = "minmax"
     bias: bool = True
-    observer: Literal["ema", "lsq"] | None = "ema"
+    observer: Literal["auto", "ema", "lsq"] | None = "auto"
     momentum: float = within("[0, 1)", 0.99)
-    freeze_after: int | None = None
+    freeze_after: int | None = within("[0, inf)", None, whole=True)
     fold: bool = True
     pattern: Pattern = None
     leave_out: Pattern = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = {"weights": LIMITS, "activations": ("uint8", "int8", None), "calibrate": METHODS}
-        choices["observer"] = ("ema", "lsq", None)
-        for name, known in choices.items():
-            if (found := getattr(self, name)) not in known:
-                raise _wrong(name, " or ".join(map(repr, known)), found)
         limit = LIMITS[self.weights]
         if self.weight_range is not None and not 1 <= self.weight_range <= limit:
             raise _wrong("weight_range", f"1 to {limit}, the largest {self.weights}", self.weight_range)
-        if self.freeze_after is not None and self.freeze_after < 0:
-            raise _wrong("freeze_after", "0 steps or more", self.freeze_after)
-        if self.block is not None and self.block < 2:
-            raise _wrong("block", "2 numbers or more", self.block)
         if self.ranges is not None:
-            object.__setattr__(
-                self, "ranges", {str(name): _range(name, x) for name, x in self.ranges.items()}
-            )
+            ranges = {str(name): _range(name, x) for name, x in self.ranges.items()}
+            object.__setattr__(self, "ranges", ranges)
 
     @property
     def learns(self) -> bool:
@@ -140,7 +135,7 @@ class FakeQuantize(Pass):
         self._prepare(model)
         found = {}
         for product in self._products(model):
-            rounded = placement.tensors(model.graph, [product.node], others=False)
+            rounded = placement.tensors(model.graph, self._nodes([product]), others=False)
             names = {name_of(root) for root in rounded.values()}
             ranges = {name: x for name, x in (self.ranges or {}).items() if name in names}
             name = name_of(product.weight)
@@ -188,7 +183,14 @@ class FakeQuantize(Pass):
                     f"{node.name!r}: it is quantized already: leave quantize out to train it as it is, or quantize the "
                     "float file"
                 )
-        found = list(placement.products(model.graph))
+        read = {
+            x.read: x
+            for x in placement.products(model.graph)
+            if x.axis is not None
+            or self.pattern
+            or origin_in_file(x.weight).trains  # no cosines of positions
+        }
+        found = [*read.values()]
         weights = [x.weight for x in found]
         ours = set(chosen_weights(self, weights, self.pattern, self.leave_out, trained=False))
         chosen = [x for x in found if x.weight in ours]
@@ -206,7 +208,7 @@ class FakeQuantize(Pass):
 
     @staticmethod
     def _nodes(products: Iterable[Product]) -> list[ir.Node]:
-        return [product.node for product in products]
+        return [product.node for product in products if product.axis is not None]
 
     def _check_ranges(self, names: Iterable[str]) -> None:
         """Raise an error unless there are ranges of these activations, and of no others."""
@@ -237,16 +239,17 @@ class _Writer:
     def round_activation(self, x: ir.Value, root: ir.Value) -> None:
         """Make the readers of an activation read its rounded numbers."""
         options = self._options
-        uses = [(node, index) for node, index in x.uses() if not _is_shape(node)]
+        uses = [(node, index) for node, index in x.uses() if node.op_type not in SHAPE_READERS]
         if root not in self._points:
             self._points[root] = self._point(name_of(root))
         scale, zero = self._points[root]
-        rounded = self._pass(x, scale, zero)
-        quantizer = _quantizer(rounded)
+        integers = self._integers(x, scale, zero)
+        rounded, quantizer = like(self._floats(integers, scale, zero), x), producer_of(integers)
         if x is not root:
             rounded = self._straight(rounded, x)  # it is rounded already
-        elif options.observer is not None:
-            Observer(options.observer, options.momentum, options.freeze_after).write(quantizer)
+        elif (kind := options.observer) is not None:
+            kind = kind if kind != "auto" else "ema" if options.weights == "int8" else "lsq"
+            Observer(kind, options.momentum, options.freeze_after).write(quantizer)
         redirect(uses, rounded)
         if x.is_graph_output() and x is root:
             swap(x, rounded)
@@ -277,50 +280,45 @@ class _Writer:
         return value
 
     def round_weight(self, product: Product) -> None:
-        """Make a product read its weight, and its bias, as integers stand for them."""
+        """Make a node read its weight, and a product its bias, as integers stand for them; of a table, 8-bit rows."""
         node, w, op, options = product.node, product.read, self._op, self._options
-        x = node.inputs[0]
-        scale_of_x = None if x is None else self._scales.get(placement.undropped(x))
-        blocked = product.blocked_axis if options.block else None
-        sizes = _sizes(w)
-        limit = options.weight_range or LIMITS[options.weights]
-        layout: dict[str, int] = {"axis": product.axis}
-        if blocked is None:
-            axes = [axis for axis in range(len(sizes)) if axis != product.axis]
+        axis, sizes, bias, uses = product.axis, _sizes(w), [*node.inputs, None, None][2], list(w.uses())
+        kind = "int8" if axis is None else options.weights
+        limit = (kind == options.weights and options.weight_range) or LIMITS[kind]
+        layout = {} if axis is None else {"axis": product.axis}
+        is_blocked = options.block is not None and node.op_type in ("Gemm", "MatMul")
+        if axis is None or not is_blocked:
+            axes = [other for other in range(len(sizes)) if other != axis]
             largest = op.ReduceMax(op.Abs(w), axes, keepdims=0)
         else:
-            largest = self._largest_of_blocks(w, blocked, sizes)
-            layout = {"axis": blocked, "block_size": self._block}
-        scale = op.Max(largest / float(limit), LEAST)
-        bias = node.inputs[2] if len(node.inputs) > 2 else None
-        counts = options.bias and scale_of_x is not None and blocked is None and bias is not None
-        counts = counts and fixed(bias) is not None and _is_vector(bias, sizes[product.axis])
-        is_shared = bias is not None and len(bias.uses()) > 1  # by a product with another scale
-        if counts:
-            assert bias is not None and scale_of_x is not None
-            flat = op.Reshape(bias, [-1]) if len(bias.shape or ()) != 1 else bias
-            scale = op.Max(scale, op.Abs(flat) / (scale_of_x * _BIAS))
-        name = name_of(product.weight)
-        scale = self._stored(STOP_GRADIENT.mark(scale), f"{name}.scale")
-        zero = None
-        if options.weights == "int8":
-            shape = [sizes[product.axis]]
-            zero = op.constant(np.zeros(shape if blocked is None else _sizes(scale), np.int8))
-        rounded = self._pass(w, scale, zero, **layout)
-        STORED.set(_quantizer(rounded))
-        node.replace_input_with(1, self._straight(rounded, w))
-        if counts:
-            assert bias is not None and scale_of_x is not None
-            node.replace_input_with(2, self._round_bias(bias, flat, scale_of_x * scale, is_shared))
-
-    @property
-    def _block(self) -> int:
-        assert self._options.block is not None
-        return self._options.block
+            largest = self._largest_of_blocks(w, 1 - axis, sizes)
+            layout = {"axis": 1 - axis, "block_size": options.block}
+        scale, step = op.Max(largest / float(limit), LEAST), None
+        if options.bias and not is_blocked and node.op_type not in RECURRENT and fixed(bias) is not None:
+            vectors = [[sizes[axis or 0]], [1, sizes[axis or 0]]]
+            step = self._scales.get(placement.undropped(given(node.inputs[0])))
+            step = step if is_floating(bias) and _sizes(given(bias)) in vectors else None
+        if step is not None:
+            is_shared = len(given(bias).uses()) > 1  # by a product with another scale
+            flat = op.Reshape(bias, [-1]) if len(_sizes(given(bias))) != 1 else given(bias)
+            scale = op.Max(scale, op.Abs(flat) / (step * _BIAS))
+        scale = self._stored(STOP_GRADIENT.mark(scale), f"{name_of(product.weight)}.scale")
+        zero = op.constant(np.zeros(_sizes(scale), np.int8)) if kind == "int8" else None
+        integers = STORED.mark(self._integers(w, scale, zero, **layout))
+        if axis is None:
+            rows = like(op.Gather(w, node.inputs[1]), node.outputs[0])
+            integers = op.Gather(integers, node.inputs[1])
+            swap(node.outputs[0], self._straight(self._floats(integers, scale, zero), rows))
+            op.graph.remove(node, safe=True)
+        else:
+            rounded = self._floats(integers, scale, zero, **layout)
+            redirect(uses, self._straight(rounded, w))
+        if step is not None:
+            node.replace_input_with(2, self._round_bias(given(bias), flat, step * scale, is_shared))
 
     def _largest_of_blocks(self, w: ir.Value, axis: int, sizes: list[int]) -> ir.Value:
         """Emit the largest magnitude in each block along an axis of a matrix; the last block may be shorter."""
-        op, block = self._op, self._block
+        op, block = self._op, self._options.block or 0
         count = math.ceil(sizes[axis] / block)
         pads = [0, 0, 0, 0]
         pads[2 + axis] = count * block - sizes[axis]
@@ -340,7 +338,7 @@ class _Writer:
         integers = op.Cast(steps[-1], to=ir.DataType.INT32)
         STORED.mark(integers)
         if is_shared:
-            STORED_AS.write(_node(integers), self._free(f"{name}.integers"))
+            STORED_AS.write(producer_of(integers), self._free(f"{name}.integers"))
         rounded = op.DequantizeLinear(integers, scale, axis=0)
         for y in [*steps, integers, rounded]:
             FAKE.mark(y)
@@ -352,18 +350,19 @@ class _Writer:
         passed = x - STOP_GRADIENT.mark(op.Identity(x))
         return like(InferenceForm(same_as=0).write(STOP_GRADIENT.mark(rounded) + passed), x)
 
-    def _pass(self, x: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: int) -> ir.Value:
-        """Emit a QuantizeLinear and its DequantizeLinear."""
-        op = self._op
+    def _integers(self, x: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: Any) -> ir.Value:
         extra = {} if zero is not None else {"output_dtype": ir.DataType.INT4}
-        integers = FAKE.mark(op.QuantizeLinear(x, scale, zero, **extra, **layout))
+        integers = FAKE.mark(self._op.QuantizeLinear(x, scale, zero, **extra, **layout))
         integers.shape = x.shape
-        return like(FAKE.mark(op.DequantizeLinear(integers, scale, zero, **layout)), x)
+        return integers
+
+    def _floats(self, integers: ir.Value, scale: ir.Value, zero: ir.Value | None, **layout: Any) -> ir.Value:
+        return FAKE.mark(self._op.DequantizeLinear(integers, scale, zero, **layout))
 
     def _stored(self, value: ir.Value, name: str) -> ir.Value:
         """Mark what the trained model stores as a constant, under a name."""
         STORED.mark(value)
-        STORED_AS.write(_node(value), self._free(name))
+        STORED_AS.write(producer_of(value), self._free(name))
         return value
 
     def _free(self, name: str) -> str:
@@ -372,31 +371,9 @@ class _Writer:
         return free
 
 
-def _node(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node
-
-
-def _quantizer(rounded: ir.Value) -> ir.Node:
-    """Return the QuantizeLinear whose DequantizeLinear computes a value."""
-    integers = _node(rounded).inputs[0]
-    assert integers is not None
-    return _node(integers)
-
-
-def _is_shape(node: ir.Node) -> bool:
-    return node.op_type in ("Shape", "Size") and node.domain == ""
-
-
 def _sizes(w: ir.Value) -> list[int]:
     assert w.shape is not None
     return list(w.shape.numpy())
-
-
-def _is_vector(bias: ir.Value | None, size: int) -> bool:
-    """Return whether a bias has one number for each output."""
-    return bias is not None and is_floating(bias) and _sizes(bias) in ([size], [1, size])
 
 
 def _range(name: object, numbers: Sequence[float]) -> tuple[float, float]:

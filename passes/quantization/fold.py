@@ -9,10 +9,10 @@ import onnx_ir as ir
 
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.operators import VIEWS
+from graphopt.graph.operators import RECURRENT, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import fixed, like, name_of, producer_of, redirect, spread, swap
+from graphopt.graph.values import fixed, given, like, name_of, producer_of, redirect, spread, swap
 from passes.quantization.placement import Product, products, stopped
 from passes.weights.initializers import array, register
 
@@ -36,24 +36,23 @@ class FoldBatchNormalization(Pass):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         for product in list(products(model.graph)):
-            _fold(model, product)
+            if product.axis is not None and product.node.op_type not in RECURRENT:
+                _fold(model, product)
 
 
 def pool_means(model: ir.Model) -> None:
     """Replace each mean over all positions of images' channels by GlobalAveragePool, which has an integer kernel."""
     with Emitter(model) as op:
         for node in list(model.graph):
-            x = node.inputs[0] if node.op_type == "ReduceMean" and node.domain == "" else None
-            axes = fixed(node.inputs[1]) if x is not None and len(node.inputs) > 1 else None
-            if (
-                x is None
-                or x.dtype is not ir.DataType.FLOAT
-                or x.shape is None
-                or axes is None
-                or len(x.shape) < 4
-            ):
+            if node.op_type != "ReduceMean" or node.domain or len(node.inputs) < 2:
                 continue
-            if sorted(axis % len(x.shape) for axis in axes.ravel()) == [*range(2, len(x.shape))]:
+            x, axes = given(node.inputs[0]), fixed(node.inputs[1])
+            count = 0 if x.shape is None or axes is None or x.dtype is not ir.DataType.FLOAT else len(x.shape)
+            if (
+                axes is not None
+                and count > 3
+                and sorted(axis % count for axis in axes.ravel()) == [*range(2, count)]
+            ):
                 y = pooled = op.GlobalAveragePool(x)
                 if not node.attributes.get_int("keepdims", 1):
                     y = op.Flatten(pooled)
@@ -89,7 +88,7 @@ def write_apart(op: Emitter, product: Product) -> Product:
     if node.op_type != "Gemm" or stopped(node):
         return product
     y = op.MatMul(node.inputs[0], op.Transpose(w, perm=[1, 0]) if product.axis == 0 else w)
-    made = Product(producer_of(y), product.weight, axis=1)
+    made = Product(producer_of(y), product.weight, given(producer_of(y).inputs[1]), axis=1)
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         y = op.Sub(y, op.Neg(node.inputs[2]))  # the runtime makes a Gemm of an Add before an activation
     swap(node.outputs[0], like(y, node.outputs[0]))

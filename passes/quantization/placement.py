@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.operators import RECURRENT
 from graphopt.graph.values import given, is_floating, name_of
 from passes.weights.initializers import is_weight
 
@@ -22,13 +23,15 @@ class Row:
 
     Args:
         kernel: the runtime's operator on integers; empty if there is none.
-        channel: of a product, the axis of its weight that has one scale per output.
+        weights: the inputs that may be weights in integers.
+        channel: of a product, the axis of its weights that has one scale per output.
         rounds: whether the kernel needs a QuantizeLinear after it.
         keeps: whether the output has the scale of the first input.
         joins: whether it computes on integers only where its inputs, or its output, are integers anyway.
     """
 
     kernel: str = ""
+    weights: tuple[int, ...] = ()
     channel: int | None = None
     rounds: bool = False
     keeps: bool = False
@@ -36,15 +39,17 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "Conv": Row("QLinearConv", channel=0, rounds=True),
-    "ConvTranspose": Row(channel=1),
-    "Gemm": Row("QGemm", channel=-1),
-    "MatMul": Row("QLinearMatMul", channel=-1),
+    "Conv": Row("QLinearConv", (1,), channel=0, rounds=True),
+    "ConvTranspose": Row("", (1,), channel=1),
+    "Gemm": Row("QGemm", (1,), channel=-1),
+    "MatMul": Row("QLinearMatMul", (1,), channel=-1),
+    **dict.fromkeys(sorted(RECURRENT), Row("", (1, 2), channel=1)),
+    "Gather": Row("Gather", (0,), keeps=True),
     **{
         op_type: Row(op_type, keeps=True)
         for op_type in (
-            *("Flatten", "Gather", "MaxPool", "Reshape", "Resize", "Slice", "Split", "Squeeze"),
-            *("Transpose", "Unsqueeze"),
+            *("Flatten", "MaxPool", "Reshape", "Resize", "Slice", "Split", "Squeeze", "Transpose"),
+            "Unsqueeze",
         )
     },
     "Add": Row("QLinearAdd", joins=True),
@@ -60,27 +65,19 @@ FUSED = ("Clip", "Relu")  # after a product, a sum or a join, before its Quantiz
 
 @dataclass(frozen=True)
 class Product:
-    """Hold a product of an activation and a weight, and the axis of the weight as the product reads it."""
+    """Hold a product of an activation and a weight, or a row of a table of embeddings.
+
+    Args:
+        node: the node.
+        weight: the initializer.
+        read: the value to round, which is the weight or its transpose.
+        axis: the axis of `read` that has one scale per output; None for one scale.
+    """
 
     node: ir.Node
-    weight: ir.Value  # the initializer
-    axis: int
-
-    @property
-    def read(self) -> ir.Value:
-        """Return the weight as the product reads it, which may be its transpose."""
-        read = self.node.inputs[1]
-        assert read is not None
-        return read
-
-    @property
-    def blocked_axis(self) -> int | None:
-        """Return the axis that the product sums over, if it is one."""
-        return (
-            1 - self.axis
-            if self.node.op_type in ("Gemm", "MatMul") and len(self.read.shape or ()) == 2
-            else None
-        )
+    weight: ir.Value
+    read: ir.Value
+    axis: int | None
 
 
 def row_of(node: ir.Node) -> Row:
@@ -92,26 +89,42 @@ def row_of(node: ir.Node) -> Row:
 
 
 def products(graph: ir.Graph) -> Iterator[Product]:
-    """Yield the products with weights of float32 that nothing but such products reads."""
+    """Yield the products, and the tables of embeddings, with weights of floats that nothing else reads."""
     for node in graph:
-        row, read = row_of(node), node.inputs[1] if len(node.inputs) > 1 else None
-        weight = read
-        while weight is not None and (before := weight.producer()) is not None:
-            is_view = before.op_type in ("Identity", "Transpose") and before.domain == ""
-            weight = before.inputs[0] if is_view and len(weight.uses()) == 1 else None
-        if row.channel is None or read is None or read.shape is None or not is_weight(weight):
-            continue
-        if node.op_type == "MatMul" and len(read.shape) != 2:
-            continue  # the runtime has no kernel for a scale for each output of several matrices
-        assert weight is not None
-        if len(weight.uses()) == 1 and not weight.is_graph_output() and not weight.is_graph_input():
-            yield Product(node, weight, _channel(node, row.channel, len(read.shape)))
+        for read in (given(node.inputs[index]) for index in row_of(node).weights if index < len(node.inputs)):
+            if node.op_type in RECURRENT and read.producer() is not None:
+                parts = [x for x in dict.fromkeys(_parts(read)) if is_weight(x) and len(x.shape or ()) == 2]
+                yield from (Product(node, x, x, 0) for x in parts if not x.is_graph_output())
+                continue
+            weight: ir.Value | None = read
+            while weight is not None and (before := weight.producer()) is not None:
+                is_view = before.op_type in ("Identity", "Transpose") and before.domain == ""
+                weight = before.inputs[0] if is_view and len(weight.uses()) == 1 else None
+            if weight is None or read.shape is None or not is_weight(weight):
+                continue
+            if node.op_type in ("Gather", "MatMul") and len(read.shape) != 2:
+                continue  # the runtime has no kernel for a scale for each output of several matrices
+            if len(weight.uses()) == 1 and not weight.is_graph_output():
+                yield Product(node, weight, read, _channel(node, read.shape))
 
 
-def _channel(node: ir.Node, channel: int, rank: int) -> int:
+def _parts(x: ir.Value) -> Iterator[ir.Value]:
+    """Yield what the weight of a recurrence is made of: PyTorch's exporter sorts gates, and stacks directions."""
+    node = x.producer()
+    if node is None:
+        yield x
+    elif node.op_type in ("Concat", "Slice", "Unsqueeze"):
+        for part in node.inputs if node.op_type == "Concat" else node.inputs[:1]:
+            yield from _parts(given(part))
+
+
+def _channel(node: ir.Node, shape: ir.Shape) -> int | None:
+    channel = row_of(node).channel
     if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) != 0:
         return 0
-    return channel % rank
+    if node.op_type in RECURRENT and shape[0] != 1:
+        return 0  # of two directions, each has a scale
+    return None if channel is None else channel % len(shape)
 
 
 def stopped(node: ir.Node) -> str:
@@ -131,21 +144,18 @@ def kernels(graph: ir.Graph) -> Iterator[tuple[str, str, str]]:
     """Yield for each product of a graph that is rounded its weight, its operator, and its kernel or what stops it."""
     for node in graph:
         row = row_of(node)
-        if row.channel is None or len(node.inputs) < 2:
-            continue
-        w = node.inputs[1]
-        name = name_of(node) if w is None else name_of(_origin(w))
-        why = stopped(node)
-        rounding = _rounding(w)
-        if not why and rounding is None:
-            why = "its second factor stays in floats: it is no weight of its own, or is left out"
-        elif not why and rounding is not None and given(rounding.inputs[0]).dtype is ir.DataType.INT4:
-            why = "the runtime has no integer kernel for weights of 4 bits"
-        elif not why and _rounding(node.inputs[0]) is None:
-            why = "its input stays in floats"
-        elif not why and row.rounds and not _follows(end_of(node.outputs[0])):
-            why = "its output stays in floats"
-        yield name, node.op_type, f"float: {why}" if why else row.kernel
+        for w in (node.inputs[index] for index in row.weights if row.channel is not None):
+            why, rounding = stopped(node), _rounding(w)
+            if not why and rounding is None:
+                why = "its second factor stays in floats: it is no weight of its own, or is left out"
+            elif not why and rounding is not None and given(rounding.inputs[0]).dtype is ir.DataType.INT4:
+                why = "the runtime has no integer kernel for weights of 4 bits"
+            elif not why and _rounding(node.inputs[0]) is None:
+                why = "its input stays in floats"
+            elif not why and row.rounds and not _follows(end_of(node.outputs[0])):
+                why = "its output stays in floats"
+            name = name_of(node) if w is None else name_of(_origin(w))
+            yield name, node.op_type, f"float: {why}" if why else row.kernel
 
 
 def _origin(x: ir.Value) -> ir.Value:

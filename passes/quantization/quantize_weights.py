@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -16,14 +16,19 @@ from graphopt.graph.mapped import RoomyTensor
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import dtype_of, is_static, like, name_of
-from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
-from passes.lowering.quantized import BITS, dequantized_rows, integer_type
+from graphopt.graph.values import dtype_of, is_static, like, name_of, rank
+from graphopt.graph.weight_kinds import (
+    CONVOLUTION,
+    PRODUCT,
+    TRANSPOSED_CONVOLUTION,
+    WeightKind,
+    weight_kinds_of,
+)
+from passes.lowering.quantized import dequantized_rows, integer_type
 from passes.lowering.registry import freeze
 from passes.parameters import origin_in_file
 from passes.weights.initializers import array, is_weight, replace_by
 
-BLOCKS = (16, 32, 64, 128, 256)
 _NUMBERS_AT_ONCE = 2**20  # to bound the memory of the quantization
 
 
@@ -59,18 +64,9 @@ class QuantizeWeights(Pass):
 
     pattern: Pattern = None
     leave_out: Pattern = None
-    bits: int = 4
-    block: int = 32
+    bits: Literal[2, 4, 8] = 4
+    block: Literal[16, 32, 64, 128, 256] = 32
     symmetric: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, known in (("bits", BITS), ("block", BLOCKS)):
-            if getattr(self, name) not in known:
-                raise GraphoptError(
-                    f"QuantizeWeights({name}={getattr(self, name)!r}): expected {', '.join(map(str, known[:-1]))} or "
-                    f"{known[-1]}, found {getattr(self, name)!r}"
-                )
 
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
@@ -97,7 +93,8 @@ class QuantizeWeights(Pass):
         pieces = zip(*self._pieces(outputs, name), strict=True)
         packed, scales, points = (np.concatenate(piece) for piece in pieces)
         dtype, stored = integer_type(self.bits), dtype_of(w)
-        q = ir.val(f"{name}.packed", const_value=_integers(packed, dtype, [rows, self.block]))
+        tensor = ir.tensor(packed) if dtype.bitwidth == 8 else RoomyTensor(packed, dtype, [rows, self.block])
+        q = ir.val(f"{name}.packed", const_value=tensor)
         scale = ir.tensor(scales.astype(stored.numpy()), dtype=stored, name=f"{name}.scales")
         zero = op.constant(points.astype(dtype.numpy()))
         model.graph.register_initializer(q)
@@ -149,34 +146,47 @@ def _rounded(x: np.ndarray) -> np.ndarray:
     return np.floor(x + np.float32(0.5))
 
 
-def _integers(packed: np.ndarray, dtype: ir.DataType, shape: list[int]) -> ir.TensorProtocol:
-    return ir.tensor(packed) if dtype.bitwidth == 8 else RoomyTensor(packed, dtype, shape)
-
-
 def product_weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:
     """Yield the matrices that only products read, and the axis that these sum over."""
     for w in list(model.graph.initializers.values()):
         if is_weight(w) and is_static(w) and len(w.shape or ()) == 2 and not w.is_graph_output():
-            axes = set(summed_axes(w, 0))
-            if axes and None not in axes:
-                yield w, min(axis for axis in axes if axis is not None)
+            found = list(products_of(w))
+            if found and all(kind is not None and not kind.left for _, kind, _ in found):
+                yield w, min(axis for _, _, axis in found)
 
 
-def summed_axes(x: ir.Value, first: int) -> Iterator[int | None]:
-    """Yield for each reader the axis of the weight that it sums over, or None if it is no product.
+def products_of(
+    x: ir.Value, through: Collection[str] = ("Identity",), axes: Sequence[int] = ()
+) -> Iterator[tuple[ir.Node, WeightKind | None, int]]:
+    """Yield each reader of a weight, its kind, and the axis of the weight that it sums over.
+
+    Of filters, that is the axis of the channels. The kind of what is no product is None.
 
     Args:
-        first: the axis of the weight that is the first one of `x`.
+        x: the weight, or what a walk has reached.
+        through: the operators beside Transpose behind which readers are found.
+        axes: the axes of the weight that are those of `x`.
     """
+    axes = axes or range(rank(x))
     for node, index in x.uses():
-        if node.domain == "" and node.op_type == "Transpose" and not node.outputs[0].is_graph_output():
-            yield from summed_axes(node.outputs[0], 1 - first)
-        elif node.domain == "" and node.op_type == "Identity" and not node.outputs[0].is_graph_output():
-            yield from summed_axes(node.outputs[0], first)
+        y, is_turned = node.outputs[0], node.op_type == "Transpose"
+        if (
+            node.domain == ""
+            and index == 0
+            and (is_turned or node.op_type in through)
+            and not y.is_graph_output()
+        ):
+            perm = node.attributes.get_ints("perm", range(len(axes))[::-1]) if is_turned else range(len(axes))
+            yield from products_of(y, through, [axes[i] for i in perm])
+            continue
+        kind = weight_kinds_of(node).get(index)
+        summed = {CONVOLUTION: 1, TRANSPOSED_CONVOLUTION: 0}
+        if kind is not None and kind.name == PRODUCT and not kind.has_layout:
+            summed[PRODUCT] = -1 if kind.is_transposed(node) else -2
+        if kind is None or kind.name not in summed:
+            yield node, None, 0
         else:
-            kind = weight_kinds_of(node).get(index)
-            is_other = kind is None or kind.name != PRODUCT or kind.left or kind.has_layout
-            yield None if kind is None or is_other else 1 - first if kind.is_transposed(node) else first
+            yield node, kind, axes[summed[kind.name]]
 
 
 def chosen_weights(
