@@ -130,15 +130,15 @@ def family(model: Source, path: str | os.PathLike[str]) -> list[Path]:
     >>> [path.name for path in graphopt.family(models.mlp((3,), 2), "f.onnx")]
     ['f.onnx', 'adj_f.onnx', 'fwd_f.onnx', 'fwd_adj_f.onnx']
     """
-    import passes
+    from passes.differentiate import Adjoint, Tangent
 
     path = Path(path)
-    adjoint = derive(model, passes.Adjoint(), keep=False)
+    adjoint = derive(model, Adjoint(), keep=False)
     parts = {
         "": normalized(model),
         "adj_": adjoint,
-        "fwd_": derive(model, passes.Tangent(), keep=False),
-        "fwd_adj_": derive(adjoint, passes.Tangent(), keep=False),
+        "fwd_": derive(model, Tangent(), keep=False),
+        "fwd_adj_": derive(adjoint, Tangent(), keep=False),
     }
     for prefix, part in parts.items():
         save(part, path.with_name(prefix + path.name))

@@ -20,13 +20,11 @@ from passes.averages import *
 from passes.calibration import *
 from passes.clipping import *
 from passes.conformal import *
-from passes.differentiate import Adjoint as Adjoint
 from passes.differentiate import Differentiate as Differentiate
 from passes.differentiate import Hessian as Hessian
 from passes.differentiate import HessianVector as HessianVector
 from passes.differentiate import Jacobian as Jacobian
 from passes.differentiate import StopGradient as StopGradient
-from passes.differentiate import Tangent as Tangent
 from passes.differentiate import VectorJacobianProduct as VectorJacobianProduct
 from passes.differentiate import stop_gradient as stop_gradient
 from passes.example_gradients import *

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -36,6 +37,7 @@ from passes.free_batch import values_of_rows
 from passes.gradients.rules.control_flow import LoopStep, scan_over
 from passes.gradients.walk import backward, between, lost, zeros
 
+_MANY = 2000  # nodes, from which on a loop that is computed twice is told
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 
 
@@ -69,6 +71,13 @@ class Derivative(Pass):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         y, wrt = self.chosen(model)
+        if DERIVATIVE.is_set(y) and sum(1 for _ in model.graph) >= _MANY:
+            loops = sorted({node.op_type for node in model.graph if node.op_type in ("If", "Loop", "Scan")})
+            if loops:
+                warnings.warn(
+                    f"{y.name!r} is a derivative itself: each {', '.join(loops)} of it is computed twice",
+                    stacklevel=2,
+                )
         if self.name is not None and len(wrt) != 1:
             names = ", ".join(map(name_of, wrt))
             raise GraphoptError(
@@ -298,11 +307,6 @@ class Adjoint(Pass):
 
     CasADi finds these names and shapes: k seeds of a matrix [r, c] are a matrix [r, k c], and those of a value of
     another rank the columns of a matrix. The forward pass runs once, the backward pass in a Scan over the seeds.
-
-    >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.Adjoint())
-    >>> model = pipeline(models.linear((2,), 1))
-    >>> [value.name for value in (*model.graph.inputs, *model.graph.outputs) if "adj" in value.name]
-    ['adj_y', 'adj_x']
     """
 
     prefix: ClassVar[str] = "adj"
@@ -371,11 +375,6 @@ class Tangent(Adjoint):
     """Add an input `fwd_X` for each input X, and an output `fwd_Y` for each output Y: the Jacobian times the seeds.
 
     Names and shapes are as those of `Adjoint`. The products with J are the gradient of u' J v by u.
-
-    >>> pipeline = graphopt.Pipeline(normalize=passes.Normalize(), derive=passes.Tangent())
-    >>> model = pipeline(models.linear((2,), 1))
-    >>> [value.name for value in (*model.graph.inputs, *model.graph.outputs) if "fwd" in value.name]
-    ['fwd_x', 'fwd_y']
     """
 
     prefix = "fwd"

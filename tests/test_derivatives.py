@@ -15,6 +15,7 @@ from torch import nn
 
 import graphopt
 import passes
+from passes import differentiate
 
 FORCES = {"derive": passes.Differentiate("x", "y", name="forces", sign=-1)}
 
@@ -119,6 +120,14 @@ def test_a_batch_of_no_rows_has_derivatives_of_no_rows() -> None:
     energy = exported(Energy(), torch.randn(3, 2, 3))
     found = graphopt.run(graphopt.hessian(energy, "x"), {"x": np.zeros((0, 2, 3), np.float32)})
     assert found["y.hessian.x"].shape == (0, 2, 3, 2, 3)
+
+
+def test_loops_of_a_derivative_that_cost_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(differentiate, "_MANY", 20)
+    torch.manual_seed(0)
+    first = graphopt.grad(exported(NETWORKS["recurrent"][0](), torch.randn(3, 1, 8, 8)), "x", keep=False)
+    with pytest.warns(UserWarning, match="'y.grad.x' is a derivative itself: each Scan of it"):
+        graphopt.grad(first, "x", of="y.grad.x")
 
 
 def test_a_family_has_products_of_both_sides_with_several_seeds(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import onnxruntime
 import pytest
 import torch
 
-ca = pytest.importorskip("casadi")
+pytest.importorskip("casadi")
 
+import casadi as ca
 from test_derivatives import Attention, Recurrent, exported
 from torch import nn
-from torch.nn import functional as F
 
 import graphopt
 
@@ -39,7 +39,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        return self.head(F.silu(h + self.second(torch.tanh(self.norm(h)))).mean((2, 3)))
+        return self.head(nn.functional.silu(h + self.second(torch.tanh(self.norm(h)))).mean((2, 3)))
 
 
 class Words(nn.Module):
