@@ -12,7 +12,7 @@ from graphopt import callbacks as callbacks
 from graphopt import privacy as privacy
 from graphopt.arguments import no_attribute
 from graphopt.compiler import StepHalves, compile, split_step, standard
-from graphopt.derivatives import explain, grad, hessian, jacobian
+from graphopt.derivatives import explain, family, grad, hessian, jacobian
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
@@ -83,6 +83,7 @@ __all__ = [
     "dot",
     "evaluate",
     "explain",
+    "family",
     "export",
     "export_artifacts",
     "export_hosts",

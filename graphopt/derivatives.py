@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -11,6 +13,7 @@ from graphopt.graph.inference import as_it_came, has_tensors
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import Detached, Encoders
 from graphopt.graph.rewriting import Pass
+from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
 
 
@@ -107,6 +110,39 @@ def hessian(
     import passes
 
     return derive(model, passes.Hessian(wrt, of, rows), keep=keep)
+
+
+@checked()
+def family(model: Source, path: str | os.PathLike[str]) -> list[Path]:
+    """Write a model and, beside it, the derivatives that CasADi finds by their names; return the paths.
+
+    Beside `f.onnx` are `adj_f.onnx`, seeds times the Jacobian, `fwd_f.onnx`, the Jacobian times seeds, and
+    `fwd_adj_f.onnx`, for exact Hessians. `casadi.GraphBuilder("f.onnx").create("f")` takes them. CasADi runs files
+    without data beside them, below 2 GB.
+
+    Args:
+        model: as in `graphopt.grad`, with floating-point inputs and outputs.
+        path: the file to write.
+
+    Raises:
+        GraphoptError: as for `grad`.
+
+    >>> [path.name for path in graphopt.family(models.mlp((3,), 2), "f.onnx")]
+    ['f.onnx', 'adj_f.onnx', 'fwd_f.onnx', 'fwd_adj_f.onnx']
+    """
+    from passes.differentiate import Adjoint, Tangent
+
+    path = Path(path)
+    adjoint = derive(model, Adjoint(), keep=False)
+    parts = {
+        "": normal_form(model),
+        "adj_": adjoint,
+        "fwd_": derive(model, Tangent(), keep=False),
+        "fwd_adj_": derive(adjoint, Tangent(), keep=False),
+    }
+    for prefix, part in parts.items():
+        save(part, path.with_name(prefix + path.name))
+    return [path.with_name(prefix + path.name) for prefix in parts]
 
 
 @checked()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -32,9 +34,10 @@ from graphopt.graph.values import (
 )
 from graphopt.intervals import within
 from passes.free_batch import values_of_rows
-from passes.gradients.rules.control_flow import scan_over
+from passes.gradients.rules.control_flow import LoopStep, scan_over
 from passes.gradients.walk import backward, between, lost, zeros
 
+_MANY = 2000  # nodes, from which on a loop that is computed twice is told
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 
 
@@ -68,6 +71,13 @@ class Derivative(Pass):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         y, wrt = self.chosen(model)
+        if DERIVATIVE.is_set(y) and sum(1 for _ in model.graph) >= _MANY:
+            loops = sorted({node.op_type for node in model.graph if node.op_type in ("If", "Loop", "Scan")})
+            if loops:
+                warnings.warn(
+                    f"{y.name!r} is a derivative itself: each {', '.join(loops)} of it is computed twice",
+                    stacklevel=2,
+                )
         if self.name is not None and len(wrt) != 1:
             names = ", ".join(map(name_of, wrt))
             raise GraphoptError(
@@ -289,6 +299,100 @@ class Hessian(_OfRows):
             else:
                 second.append(None)
         return second
+
+
+@dataclass(frozen=True)
+class Adjoint(Pass):
+    """Add an input `adj_Y` for each output Y, and an output `adj_X` for each input X: the seeds times the Jacobian.
+
+    CasADi finds these names and shapes: k seeds of a matrix [r, c] are a matrix [r, k c], and those of a value of
+    another rank the columns of a matrix. The forward pass runs once, the backward pass in a Scan over the seeds.
+    """
+
+    prefix: ClassVar[str] = "adj"
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        inputs = [x for x in model.graph.inputs if is_floating(x) and not x.is_initializer()]
+        outputs = [y for y in model.graph.outputs if is_floating(y)]
+        if not inputs or not outputs:
+            raise GraphoptError(f"{self.prefix}: expected floating-point inputs and outputs, found none")
+        with Emitter(model) as op:
+            to, of = (outputs, inputs) if self.prefix == "adj" else (inputs, outputs)
+            seeds = [self._opened(op, model, x) for x in to]
+            turn = self.turn(op, model.graph, inputs, outputs)
+            for x, stack in zip(of, scan_over(op, turn, [], seeds), strict=True):
+                name = f"{self.prefix}_{x.name}"
+                state.check_free(model, name)
+                columns = op.shape_of(x, 1, 2) if rank(x) == 2 else [1]
+                split = op.Reshape(stack, op.Concat(op.shape_of(stack, 0, 1), [-1], columns, axis=0))
+                joined = op.Transpose(split, perm=[1, 0, 2])
+                rows = op.ReduceProd(op.Concat([1], op.shape_of(x, 0, 1 if rank(x) == 2 else None), axis=0))
+                y = op.Reshape(joined, op.Concat(rows, [-1], axis=0), _outputs=[name])
+                y.shape = self._shape(x)
+                DERIVATIVE.set(y)
+                model.graph.outputs.append(y)
+
+    def turn(
+        self, op: Emitter, graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
+    ) -> LoopStep:
+        """Return what computes the products with one seed."""
+
+        def turn(
+            op: Emitter, _: list[ir.Value], seeds: list[ir.Value]
+        ) -> tuple[list[ir.Value], list[ir.Value]]:
+            found = backward(op, graph, dict(zip(outputs, seeds, strict=True)), inputs)
+            return [], [found.get(x) or zeros(op, x) for x in inputs]
+
+        return turn
+
+    def _opened(self, op: Emitter, model: ir.Model, x: ir.Value) -> ir.Value:
+        """Add the input of the seeds of `x`, and emit them as [k, *its shape]."""
+        name = f"{self.prefix}_{x.name}"
+        state.check_free(model, name)
+        seed = ir.Value(name=name, type=x.type, shape=self._shape(x))
+        model.graph.inputs.append(seed)
+        columns = op.shape_of(x, 1, 2) if rank(x) == 2 else [1]
+        split = op.Transpose(op.Reshape(seed, op.Concat([0, -1], columns, axis=0)), perm=[1, 0, 2])
+        opened = op.Reshape(split, op.Concat([-1], op.shape_of(x), axis=0))
+        opened.shape = ir.Shape([None, *dims_of(x)])
+        return opened
+
+    def _shape(self, x: ir.Value) -> ir.Shape:
+        """Return the shape of the seeds of `x`; CasADi computes a named size from the others."""
+        count, dims = f"n{self.prefix}", dims_of(x)
+        if len(dims) == 2:
+            return ir.Shape([dims[0], count if dims[1] == 1 else f"{count}_x{dims[1]}"])
+        sizes = [size for size in dims if isinstance(size, int)]
+        rows = (
+            math.prod(sizes) if len(sizes) == len(dims) else dims[0] if len(dims) == 1 else f"{x.name}_rows"
+        )
+        return ir.Shape([rows, count])
+
+
+@dataclass(frozen=True)
+class Tangent(Adjoint):
+    """Add an input `fwd_X` for each input X, and an output `fwd_Y` for each output Y: the Jacobian times the seeds.
+
+    Names and shapes are as those of `Adjoint`. The products with J are the gradient of u' J v by u.
+    """
+
+    prefix = "fwd"
+
+    def turn(
+        self, op: Emitter, graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
+    ) -> LoopStep:
+        us = {y: like(op.Expand(op.constant(0.0, like=y), op.shape_of(y)), y) for y in outputs}
+        products = backward(op, graph, us, inputs)
+
+        def turn(
+            op: Emitter, _: list[ir.Value], seeds: list[ir.Value]
+        ) -> tuple[list[ir.Value], list[ir.Value]]:
+            ends = {products[x]: seed for x, seed in zip(inputs, seeds, strict=True) if x in products}
+            found = backward(op, graph, ends, us.values())
+            return [], [found.get(u) or zeros(op, u) for u in us.values()]
+
+        return turn
 
 
 def _gradients(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +19,12 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import like, name_of
 from graphopt.intervals import within
 from passes.gradients.examples import Examples
+from passes.gradients.rules.control_flow import scan_over
 from passes.regularizers import Regularizer
 
 __all__ = ["ElasticWeights", "ExampleGradients"]
 
+_COLUMNS = 16  # of a projection, which are computed at once
 _OF_PROJECTIONS = 2**31 + 8  # random numbers apart from those of training, explanations and noise
 
 
@@ -62,21 +64,33 @@ class ExampleGradients(Pass):
                     total = op.Identity(op.ReduceSumSquare(g, [0], keepdims=0), _outputs=[name])
                     model.graph.outputs.append(roles.set_role(like(total, w), Role.DIAGNOSTIC))
                 return
-            rows = []
-            for number, (w, g) in enumerate(gradients.items()):
-                flat = op.Reshape(g, [0, -1])
-                if self.project is not None:
-                    size = op.ReduceProd(op.shape_of(w), keepdims=1)
-                    shape, step = op.Concat(size, [self.project], axis=0), op.constant(np.array(0, np.int64))
-                    drawn = uniform(op, shape, step, self.seed, _OF_PROJECTIONS + number)
-                    signs = op.Where(
-                        op.Less(drawn, 0), op.constant(-1.0, like=flat), op.constant(1.0, like=flat)
-                    )
-                    flat = op.MatMul(flat, signs / self.project**0.5)
-                rows.append(flat)
-            result = op.Concat(*rows, axis=1) if self.project is None else op.Sum(*rows)
+            rows = [op.Reshape(g, [0, -1]) for g in gradients.values()]
+            result = (
+                op.Concat(*rows, axis=1) if self.project is None else self._projected(op, rows, gradients)
+            )
             result = op.Identity(result, _outputs=["example_gradients"])
             model.graph.outputs.append(roles.set_role(result, Role.DIAGNOSTIC))
+
+    def _projected(self, op: Emitter, rows: list[ir.Value], parameters: Iterable[ir.Value]) -> ir.Value:
+        """Multiply by random signs, some columns a turn of a Scan, so that never all of them are held."""
+        assert self.project is not None
+        wide = min(self.project, _COLUMNS)
+        sizes = [op.Concat(op.ReduceProd(op.shape_of(w), keepdims=1), [wide], axis=0) for w in parameters]
+
+        def turn(
+            op: Emitter, _: list[ir.Value], numbers: list[ir.Value]
+        ) -> tuple[list[ir.Value], list[ir.Value]]:
+            sums = []
+            for i, (flat, size) in enumerate(zip(rows, sizes, strict=True)):
+                drawn = uniform(op, size, numbers[0], self.seed, _OF_PROJECTIONS + i)
+                one = op.constant(1.0, like=flat)
+                sums.append(op.MatMul(flat, op.Where(op.Less(drawn, 0), op.Neg(one), one)))
+            return [], [op.Sum(*sums)]
+
+        numbers = op.constant(np.arange(-(-self.project // wide)))
+        (columns,) = scan_over(op, turn, [], [numbers])
+        columns = op.Reshape(op.Transpose(columns, perm=[1, 0, 2]), [0, -1])
+        return op.Slice(columns, [0], [self.project], [1]) / self.project**0.5
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,17 +121,13 @@ class GaussianNoise(Clip):
         noisy = []
         for number, gradient in enumerate(gradients):
             step = state.counter(model)
-            count = op.ReduceProd(op.shape_of(gradient), keepdims=1)
-            half = (count + 1) / 2
-
-            def draw(
-                i: int, half: ir.Value = half, step: ir.Value = step, number: int = 2 * number
-            ) -> ir.Value:
-                return uniform(op, half, step, _OF_PRIVACY, number + i, key)
-
-            drawn = op.Reshape(op.Slice(normal(op, draw, twice=True), [0], count), op.shape_of(gradient))
-            noise = like(op.cast(scale * drawn, gradient.dtype), gradient)
-            noisy.append(gradient + noise)
+            count = math.prod(size for size in dims_of(gradient) if isinstance(size, int))  # of a parameter
+            half = op.constant(np.array([(count + 1) // 2]))
+            pair = [uniform(op, half, step, _OF_PRIVACY, 2 * number + i, key) for i in (0, 1)]
+            drawn = normal(op, pair.__getitem__, twice=True, scale=scale)
+            drawn = op.Slice(drawn, [0], [count]) if count % 2 else drawn
+            noise = op.cast(op.Reshape(drawn, op.shape_of(gradient)), gradient.dtype)
+            noisy.append(gradient + like(noise, gradient))
         return noisy
 
 

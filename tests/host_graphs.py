@@ -189,10 +189,36 @@ GRAPHS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], 
     "control_flow": (control_flow, lambda r: {"x": _numbers(r, 5, 4), "target": _numbers(r, 5, 4)}),
 }
 
+
+def private() -> ir.Model:
+    """Return a step that clips the gradient of each row."""
+    steps = {"gradient": passes.PrivateGradient(0.5, rows=6), "optimizer": passes.SGD(0.1)}
+    return graphopt.compile(graphopt.models.mlp((3,), 4), loss=passes.CrossEntropy(), **steps)
+
+
+def derivatives() -> ir.Model:
+    """Return a step that trains on a Jacobian and a saliency map of its own network."""
+    network = graphopt.explain(
+        graphopt.jacobian(graphopt.models.mlp((3,), 2), "x", of="y"), passes.Saliency(output="y")
+    )
+    losses = {name: passes.MeanSquaredError() for name in ("y.jacobian.x", "y.explanation")}
+    return graphopt.compile(network, loss=passes.Losses(losses), optimizer=passes.SGD(0.1))
+
+
 MORE = {
     "augmented": (augmented, lambda r: {"x": _numbers(r, 6, 3, 8, 8), "target": r.integers(0, 4, 6)}),
     "calibrated": (calibrated, lambda r: {"x": _numbers(r, 12, 8), "target": r.integers(0, 4, 12)}),
     "unsure": (unsure, lambda r: {"x": _numbers(r, 5, 6), "target": _numbers(r, 5, 3)}),
+    "private": (private, lambda r: {"x": _numbers(r, 6, 3), "target": r.integers(0, 4, 6)}),
+    "derivatives": (
+        derivatives,
+        lambda r: {
+            "x": _numbers(r, 6, 3),
+            "class": r.integers(0, 2, 6),
+            "target_y.jacobian.x": _numbers(r, 6, 2, 3),
+            "target_y.explanation": _numbers(r, 6, 3),
+        },
+    ),
 }
 
 

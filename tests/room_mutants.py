@@ -44,6 +44,7 @@ MUTANTS = [
             "total = gradient if total is None else total + gradient",
             "total = gradient",
         ),
+        ("clipped_means and convolutions", "op.cast(weights, g.dtype)", "op.cast(op.Ceil(weights), g.dtype)"),
         ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
     ),
     *of(

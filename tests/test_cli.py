@@ -83,6 +83,14 @@ def test_a_line_a_step() -> None:
 
 
 @pytest.mark.slow
+def test_a_private_run_records_epsilon() -> None:
+    pytest.importorskip("dp_accounting")
+    private = ["gradient=private", "clip=gaussian_noise", "fit.sampling=poisson", "fit.batch_size=32"]
+    assert cli.main([*MINE, *private, "fit.validation=null"]) == 0
+    assert 0 < lines("out/metrics.jsonl")[-1]["epsilon"] < 100
+
+
+@pytest.mark.slow
 def test_a_validation_file() -> None:
     assert cli.main([*MINE, "fit.validation=train.npz"]) == 0
     assert lines("out/metrics.jsonl")[-1]["step"] == 4

@@ -15,6 +15,7 @@ from torch import nn
 
 import graphopt
 import passes
+from passes import differentiate
 
 FORCES = {"derive": passes.Differentiate("x", "y", name="forces", sign=-1)}
 
@@ -119,6 +120,42 @@ def test_a_batch_of_no_rows_has_derivatives_of_no_rows() -> None:
     energy = exported(Energy(), torch.randn(3, 2, 3))
     found = graphopt.run(graphopt.hessian(energy, "x"), {"x": np.zeros((0, 2, 3), np.float32)})
     assert found["y.hessian.x"].shape == (0, 2, 3, 2, 3)
+
+
+def test_loops_of_a_derivative_that_cost_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(differentiate, "_MANY", 20)
+    torch.manual_seed(0)
+    first = graphopt.grad(exported(NETWORKS["recurrent"][0](), torch.randn(3, 1, 8, 8)), "x", keep=False)
+    with pytest.warns(UserWarning, match="'y.grad.x' is a derivative itself: each Scan of it"):
+        graphopt.grad(first, "x", of="y.grad.x")
+
+
+def test_a_family_has_products_of_both_sides_with_several_seeds(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = NETWORKS["mlp"][0]()
+    x, left, right = torch.randn(5, 12), torch.randn(3, 5, 8), torch.randn(3, 5, 12)
+    paths = graphopt.family(exported(module, x), tmp_path / "f.onnx")
+    assert [path.name for path in paths] == ["f.onnx", "adj_f.onnx", "fwd_f.onnx", "fwd_adj_f.onnx"]
+
+    def packed(seeds: torch.Tensor) -> np.ndarray:
+        return seeds.detach().transpose(0, 1).flatten(1).numpy()
+
+    def adjoint(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return torch.func.vjp(module, x)[1](seed)[0]
+
+    expected = {
+        "adj_x": [adjoint(x, seed) for seed in left],
+        "fwd_y": [torch.func.jvp(module, (x,), (seed,))[1] for seed in right],
+        "fwd_adj_x": [
+            torch.func.jvp(adjoint, (x, left[0]), seeds)[1] for seeds in zip(right, left, strict=True)
+        ],
+    }
+    feeds = {"x": x.numpy(), "adj_y": packed(left), "fwd_x": packed(right), "fwd_adj_y": packed(left)}
+    for path, (name, products) in zip(paths[1:], expected.items(), strict=True):
+        own = {**feeds, "adj_y": left[0].numpy()} if name == "fwd_adj_x" else feeds
+        read = [value.name for value in onnx.load(path).graph.input]
+        found = graphopt.run(str(path), {each: own[each] for each in read})[name]
+        np.testing.assert_allclose(found, packed(torch.stack(products)), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -103,7 +103,16 @@ def draw_reliability(result):
     assert abs(after - right) < abs(before - right)
 
 
-NEEDS = {"fine_tune_file_types": "magika", "on_device": "onnxruntime.training"}
+def draw_membership(result):
+    plain, private = (float(x) for x in re.findall(r"area ([\d.]+)", result))
+    assert plain > private + 0.1 > 0.5
+
+
+NEEDS = {
+    "draw_membership": "dp_accounting",
+    "fine_tune_file_types": "magika",
+    "on_device": "onnxruntime.training",
+}
 
 
 SHORTER = {"fine_tune_language_model": {"rows": 320, "epochs": 1, "lessons": 60}}

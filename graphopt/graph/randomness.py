@@ -50,15 +50,19 @@ def uniform(
     return op.Reshape(mixed, shape)
 
 
-def normal(op: Emitter, draw: Callable[[int], ir.Value], twice: bool = False) -> ir.Value:
-    """Emit float32 numbers of the standard normal distribution (Box, Muller 1958).
+def normal(
+    op: Emitter, draw: Callable[[int], ir.Value], twice: bool = False, scale: ir.Value | float = 1.0
+) -> ir.Value:
+    """Emit float32 numbers of a normal distribution (Box, Muller 1958).
 
     Args:
         draw: emits `uniform` numbers for the number 0, and others for the number 1.
         twice: whether to emit twice as many numbers as are drawn, those of sines behind those of cosines.
+        scale: the standard deviation.
     """
     first, second = (op.Cast(draw(i), to=ir.DataType.FLOAT) for i in (0, 1))
     radius = op.Sqrt(-2 * op.Log((first + 2.0**31) / 2.0**32 + 2.0**-33))
+    radius = radius if isinstance(scale, float) else scale * radius
     angle = second * (math.pi / 2.0**31)
     y = radius * op.Cos(angle)
     return op.Concat(y, radius * op.Sin(angle), axis=0) if twice else y

@@ -67,10 +67,6 @@ class Known:
         """Emit the gradients [n, *shape]."""
         return self.value
 
-    def squared_norm(self, op: Emitter) -> ir.Value:
-        """Emit the squared norms [n]."""
-        return _sum_square(op, self.value)
-
 
 @dataclass(frozen=True)
 class Product:
@@ -85,13 +81,18 @@ class Product:
         product = op.MatMul(op.Transpose(self.a, perm=[*axes[:-2], axes[-1], axes[-2]]), self.b)
         return op.Reshape(product, op.Concat([0], op.shape_of(self.operand), axis=0))
 
-    def squared_norm(self, op: Emitter) -> ir.Value:
+    @property
+    def has_norm(self) -> bool:
+        """Return whether the norm is cheaper than the gradient."""
         places, rows, columns = dims_of(self.a)[-2], dims_of(self.a)[-1], dims_of(self.b)[-1]
-        if places == 1 and rank(self.a) == 3:
-            return _sum_square(op, self.a) * _sum_square(op, self.b)
         known = [size for size in (places, rows, columns) if isinstance(size, int)]
-        if len(known) == 3 and 2 * known[0] ** 2 >= known[1] * known[2]:
-            return _sum_square(op, self.gradient(op))
+        return (
+            len(known) < 3 or 2 * known[0] ** 2 < known[1] * known[2] or (places == 1 and rank(self.a) == 3)
+        )
+
+    def squared_norm(self, op: Emitter) -> ir.Value:
+        if dims_of(self.a)[-2] == 1 and rank(self.a) == 3:
+            return _sum_square(op, self.a) * _sum_square(op, self.b)
         return _inner(op, _by_pairs(op, self.a), _by_pairs(op, self.b))
 
 
@@ -102,6 +103,7 @@ class Picked:
     numbers: ir.Value
     b: ir.Value
     operand: ir.Value
+    has_norm = True
 
     def gradient(self, op: Emitter) -> ir.Value:
         size = op.shape_of(self.operand, 0, 1)
@@ -332,6 +334,7 @@ class Examples:
         scan: bool = True,
     ) -> None:
         self.op, self.graph, self.scan, self.parameters = op, model.graph, scan, list(parameters)
+        self._whole = _Values()  # gradients [n, *shape] that have been emitted
         fed = [x for x in model.graph.inputs if role_of(x) in (None, *FED) and not x.is_initializer()]
         batched = [x for x in fed if x not in self.parameters and x.shape is not None and len(x.shape)]
         fixed = [x for x in batched if isinstance(dims_of(x)[0], int)]
@@ -506,9 +509,9 @@ class Examples:
         return self.op.Sum(*(self.op.cast(square, common) for square in squares))
 
     def _squared_norm(self, w: ir.Value) -> ir.Value:
-        forms = self._forms_of(w)
-        if len(forms) == 1 and self._keeps(w, forms[0][0].operand):
-            return forms[0][1].squared_norm(self.op)
+        ((site, form), *others) = self._forms_of(w)
+        if not isinstance(form, Known) and form.has_norm and not others and self._keeps(w, site.operand):
+            return form.squared_norm(self.op)
         return _sum_square(self.op, self._gradient(w))
 
     def gradients(self) -> _Values:
@@ -536,6 +539,8 @@ class Examples:
 
     def _gradient(self, w: ir.Value) -> ir.Value:
         """Sum the gradients of a parameter over the sites that read it, and what is computed from it."""
+        if w in self._whole:
+            return self._whole[w]
         op, total = self.op, None
         for site, form in self._forms_of(w):
             gradient = form.gradient(op)
@@ -553,15 +558,24 @@ class Examples:
             total = gradient if total is None else total + gradient
         assert total is not None
         total.shape = ir.Shape([None, *dims_of(w)])
+        self._whole[w] = total
         return total
 
     def combined(self, weights: ir.Value) -> _Values:
         """Emit the sum over examples of their gradients, times `weights` [n], without that of a penalty.
 
-        A gradient of a site's output that is not finite counts as 0 if its weight is 0; an input that is not does not.
+        Gradients that norms have needed whole are added as they are; those of others come from weighted seeds. What is
+        not finite in them counts as 0 if its weight is 0; an input of a product that is not does not.
         """
         op, total = self.op, _Values()
-        for node in dict.fromkeys(site.node for site in self.sites):
+        for w, g in self._whole.items():
+            rows = op.Where(
+                op.Greater(op.Unsqueeze(weights, [1]), 0.0), op.Reshape(g, [0, -1]), op.constant(0.0, like=g)
+            )
+            summed = op.MatMul(op.Unsqueeze(op.cast(weights, g.dtype), [0]), rows)
+            total[w] = like(op.cast(op.Reshape(summed, op.shape_of(w)), w.dtype), w)
+        left = [w for w in self.parameters if w not in total]
+        for node in dict.fromkeys(site.node for w in left for site, _ in self._forms_of(w)):
             seeds = {}
             for y in node.outputs:
                 if (dy := self._dys.get(y)) is not None:
@@ -573,7 +587,7 @@ class Examples:
                         y,
                     )
             view = _view([*self._chain, node], op)
-            for w, gradient in backward(op, view, seeds, self.parameters).items():
+            for w, gradient in backward(op, view, seeds, left).items():
                 total[w] = total[w] + gradient if w in total else gradient
         return total
 

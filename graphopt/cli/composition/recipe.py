@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.providers import PROVIDERS, for_workers
-from graphopt.training.callbacks import Callback, EarlyStopping, MedianStopping, Record, Run
+from graphopt.training.callbacks import Callback, EarlyStopping, MedianStopping, PrivacyBudget, Record, Run
 from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Tracker
 from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
@@ -325,6 +326,9 @@ class Recipe:
         if fields["export"] == "best" and fields.get("validation") and not restores:
             measure = (fields.get("checkpoint") or {}).get("best") or "validation_loss"
             callbacks.append(_BestWeights(monitor=measure, patience=fields["epochs"] or 1))
+        private = fields.get("sampling") == "poisson" and self.choices.get("clip") == "gaussian_noise"
+        if private and "privacy_budget" not in self.fields["callbacks"] and find_spec("dp_accounting"):
+            callbacks.append(PrivacyBudget())  # it records epsilon
         return callbacks
 
     def _callback(self, key: str, node: Fields, folder: Path) -> Callback:
