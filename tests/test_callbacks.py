@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 import torch
@@ -354,20 +355,6 @@ def test_a_plateau_never_raises_the_rate() -> None:
     assert driven(mine, [1.0, 1.0, 1.0])[1] == [0.5] * 3
 
 
-@pytest.mark.parametrize(
-    "kind", [callbacks.ReduceOnPlateau, callbacks.LearningRateFinder, callbacks.Adaptive]
-)
-def test_a_rate_that_the_graph_computes_is_left_alone(kind: Any) -> None:
-    step = graphopt.compile(
-        mlp((3, 8, 2)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1), schedule=passes.Cosine(steps=9)
-    )
-    message = (
-        f"^{kind.__name__}: expected a training graph with the input learning_rate, found one that computes"
-    )
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.fit(graphopt.Executor(step, threads=1), DATA, callbacks=[kind()])
-
-
 def test_a_range_test_is_that_of_steps_by_hand_and_leaves_no_trace() -> None:
     finder = callbacks.LearningRateFinder(max_learning_rate=100.0, steps=60)
     runner, twin, hand = executor(), executor(), executor()
@@ -667,34 +654,6 @@ def test_mlflow_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- Options ---
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: callbacks.EarlyStopping(patience=0),
-            r"EarlyStopping\(patience=0\): expected a whole number in",
-        ),
-        (
-            lambda: callbacks.EarlyStopping(mode="up"),
-            "EarlyStopping: unknown mode 'up'; known: auto, max, min",
-        ),
-        (lambda: callbacks.TimeLimit("soon"), "TimeLimit: expected a time such as '90 s'"),
-        (lambda: callbacks.TimeLimit("0 s"), "TimeLimit: expected a time"),
-        (lambda: callbacks.TimeLimit(3), "TimeLimit: expected a time"),
-        (lambda: callbacks.StopOnNaN(0), "StopOnNaN"),
-        (lambda: callbacks.ReduceOnPlateau(factor=1.0), r"ReduceOnPlateau\(factor=1.0\)"),
-        (lambda: callbacks.Adaptive(patience=0), r"Adaptive\(patience=0\)"),
-        (lambda: callbacks.LearningRateFinder(1.0, 0.1), "expected more than min_learning_rate=1.0"),
-        (lambda: callbacks.LearningRateFinder(steps=3), r"LearningRateFinder\(steps=3\)"),
-        (lambda: callbacks.WeightAverage(1.0), r"WeightAverage\(decay=1.0\)"),
-        (lambda: callbacks.Tracker("os"), "Tracker: unknown module 'os'; known: trackio, wandb"),
-    ],
-)
-def test_wrong_options(make: Any, message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        make()
-
-
 def test_a_measure_that_is_not_there() -> None:
     with pytest.raises(
         graphopt.GraphoptError,
@@ -829,3 +788,9 @@ def test_an_interrupted_command_continues_with_its_callbacks(here: Path) -> None
         np.testing.assert_array_equal(
             half.graph.initializers[name].const_value.numpy(), value.const_value.numpy()
         )
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("callbacks_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("callbacks_mistakes", call, globals())

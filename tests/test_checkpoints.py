@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -137,19 +138,6 @@ def test_another_graphs_checkpoint_is_refused(tmp_path: Path) -> None:
     assert all((other.state[name] == array).all() for name, array in before.items())
     with pytest.raises(graphopt.GraphoptError, match="expected seed 1 as in this run, found seed 0"):
         graphopt.fit(executor(), DATA, **OPTIONS, seed=1, checkpoint=tmp_path, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": "often"}, r"checkpoint.every: expected '100 steps'"),
-        ({"every": "0.5 steps"}, r"checkpoint.every"),
-        ({"keep": 0}, r"Checkpoints\(keep=0\): expected a whole number in \[1, inf\), found 0"),
-    ],
-)
-def test_wrong_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.Checkpoints(tmp_path, **options)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
@@ -367,3 +355,9 @@ def test_a_second_run_in_a_folder_stops_before_it_writes(tmp_path: Path) -> None
     )
     assert "continue it with resume=run, or choose another" in other
     assert lasting == {path: path.read_bytes() for path in lasting}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("checkpoints_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str, tmp_path: Path) -> None:
+    messages.refused("checkpoints_mistakes", call, {**globals(), "tmp_path": tmp_path})

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -190,18 +191,6 @@ def test_evaluation_reports_the_loss_alone() -> None:
     np.testing.assert_allclose(found["loss"], twin(TARGET, np.full(ROWS, STEPS))[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"axis": 1}, r"CTC\(axis=1, time_axis=1\): expected two of three axes"),
-        ({"blank": 6}, r"CTC\(blank=6\): expected one of the classes of 'y', found 6 classes"),
-    ],
-)
-def test_options_that_do_not_suit_the_prediction_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        step_of(passes.CTC(**options))
-
-
 @pytest.mark.slow
 def test_the_command_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -210,3 +199,9 @@ def test_the_command_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     data = ["data=npz", "data.path=data.npz"]
     assert cli.main(["y.onnx", *data, "loss=ctc", "fit.epochs=2", "hydra.run.dir=run"]) == 0
     assert cli.main(["evaluate", "folder=run", *data]) == 0
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("ctc_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("ctc_mistakes", call, globals())

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -50,36 +51,6 @@ def test_a_vector_and_a_column_stand_for_each_other() -> None:
     target = {v.name: v for v in model.graph.inputs if v.name in ("x", "target")}
     assert Batches({"x": X, "target": LABELS}, target).take(range(2))["target"].shape == (2, 1)
     assert taken({"x": X, "target": LABELS[:, None]})["target"].shape == (2,)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "error"),
-    [
-        ({"y": X, "target": LABELS}, "expected arrays 'x', 'target', found 'y', 'target'"),
-        ({"x": X}, "expected arrays 'x', 'target', found 'x'"),
-        (
-            {"x": X, "target": LABELS, "sample_weight": X[:, 0]},
-            "set sample_weight of the loss to use weights",
-        ),
-        ({"x": X[:, :3], "target": LABELS}, r"data 'x': expected rows of shape \[4\], found \[3\]"),
-        ({"x": X, "target": X[:, 0]}, "data 'target': expected int64, found float32"),
-        ({"x": X.astype(str), "target": LABELS}, "data 'x': expected float32, found <U"),
-        (
-            {"x": X, "target": LABELS[:4]},
-            "expected the same number of rows in every array, found 'x' 5, 'target' 4",
-        ),
-        ({"x": X[:0], "target": LABELS[:0]}, "expected rows, found none"),
-        ({"x": X, "target": LABELS + 1}, "data 'target': expected labels from 0 to 2, found 3 in row 2"),
-        ({"x": X, "target": LABELS - 1}, "expected labels from 0 to 2, found -1 in row 0"),
-        (
-            {"x": np.where(X == 9, np.nan, X), "target": LABELS},
-            "data 'x': expected finite numbers, found NaN in row 2",
-        ),
-    ],
-)
-def test_data_that_does_not_fit(arrays: dict[str, np.ndarray], error: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=error):
-        taken(arrays)
 
 
 def test_nan_can_be_allowed() -> None:
@@ -564,3 +535,9 @@ def test_one_long_cell_widens_no_column(tmp_path: Path) -> None:
     path.write_text("a,target\n" + "1" * 100_000 + ",1\n" + "1,2\n" * 100_000)
     with pytest.raises(GraphoptError, match=r"column 'a', row 0: expected a number, found '1+"):
         data.csv(str(path))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("data_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("data_mistakes", call, globals())

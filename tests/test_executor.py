@@ -9,7 +9,9 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime
@@ -385,18 +387,6 @@ def test_a_missing_gpu_is_named():
         graphopt.Executor(compiled(), device="cuda:0")
 
 
-def test_an_inference_model_is_no_training_graph():
-    with pytest.raises(graphopt.GraphoptError, match="expected a training graph"):
-        graphopt.Executor(mlp())
-
-
-def test_the_graph_that_an_executor_holds_has_no_state(executor):
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^step: expected a training graph with its state, found 'fc0.bias'"
-    ):
-        graphopt.Executor(executor.model)
-
-
 def test_report_limits_what_comes_back():
     executor = graphopt.Executor(compiled(), report=["loss"])
     assert set(executor.step(x=X, target=T)) == {"loss"}
@@ -714,17 +704,15 @@ def test_a_number_of_another_type_is_converted() -> None:
     assert executor.steps == 9
 
 
-def test_a_node_that_fails_at_run_time_is_one_line_of_ours():
-    proto = model("g (float[A,B] x, float[C,D] y) => (float[E,F] z) { z = MatMul(x, y) }")
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^onnxruntime stopped: [^\n]*dimension mismatch[^\n]*$"
-    ):
-        graphopt.run(proto, {"x": np.zeros((2, 3), np.float32), "y": np.zeros((2, 3), np.float32)})
-
-
 def test_an_output_that_is_an_input_has_memory_of_its_own():
     proto = model("g (float[N] x) => (float[N] x, float[N] y) { y = Neg(x) }")
     session, x = Session(graphopt.Device("cpu"), graphopt.load(proto)), np.ones(4, np.float32)
     found = session.run({"x": x})
     x[:] = 5
     np.testing.assert_array_equal(found, [[1] * 4, [-1] * 4])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("executor_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str, executor: Any) -> None:
+    messages.refused("executor_mistakes", call, {**globals(), "executor": executor})

@@ -222,11 +222,6 @@ def test_wrong_metrics(call: str) -> None:
     messages.refused("metrics_mistakes", call, globals())
 
 
-def test_binary_averages_need_two_classes() -> None:
-    with pytest.raises(graphopt.GraphoptError, match="expected classes 0 and 1, found 5"):
-        measured(CLASSES, {"f1": {"average": "binary"}}, *classified(0))
-
-
 def test_fit_and_evaluate_compute_metrics_of_held_out_rows() -> None:
     random = np.random.default_rng(0)
     X, target = random.standard_normal((40, 3)).astype(np.float32), random.integers(0, 2, 40)

@@ -15,8 +15,6 @@ from test_optimizers import T, X, torch_loss, torch_mlp
 
 import graphopt
 import passes
-from graphopt import models
-from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import bytes_of
 from passes.optimizers.slots import BLOCK, QuantizedSlot, dynamic_table
@@ -421,10 +419,3 @@ def test_16_bits_train_and_a_step_that_overflows_is_skipped(name: str) -> None:
 @pytest.mark.parametrize("call", messages.calls("named_optimizers_mistakes"))
 def test_mistakes_are_told_in_a_line(call: str) -> None:
     messages.refused("named_optimizers_mistakes", call, globals())
-
-
-def test_two_schedule_free_optimizers_are_refused() -> None:
-    groups = (passes.Group("*.bias", optimizer=passes.ScheduleFreeAdamW(weight_power=1.0)),)
-    optimizer = passes.ScheduleFreeAdamW(groups=groups)
-    with pytest.raises(GraphoptError, match="expected one ScheduleFreeAdamW"):
-        graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=optimizer)

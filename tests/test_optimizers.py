@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -155,15 +156,6 @@ def test_groups_have_rates_and_decays_of_their_own():
         reference.step()
     for name, tensor in weights.items():
         np.testing.assert_allclose(results[-1][f"{name}.next"], tensor.detach().numpy(), rtol=1e-9)
-
-
-def test_a_group_that_matches_nothing_is_refused():
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"'nothing\*' matches no parameter; the model trains: fc0"
-    ):
-        graphopt.compile(
-            mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(groups=(passes.Group("nothing*"),))
-        )
 
 
 @pytest.mark.parametrize(("schedule", "twin"), SCHEDULES, ids=lambda x: repr(x) if hasattr(x, "rate") else "")
@@ -340,27 +332,7 @@ def test_half_precision_parameters_go_to_a_fused_kernel_in_single():
     assert dtypes["fc0.weight.exp_avg.next"] == ir.DataType.FLOAT
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        passes.SGD(momentum=0.9, fused=True),
-        passes.Adam(fused=True),
-        passes.Adagrad(fused=True),
-        passes.RMSprop(fused=True),
-        passes.Lion(fused=True),
-        passes.Muon(fused=True),
-    ],
-    ids=lambda optimizer: type(optimizer).__name__,
-)
-def test_an_optimizer_without_a_kernel_says_so(optimizer):
-    with pytest.raises(graphopt.GraphoptError, match=r"^\w+: fused: onnxruntime-training has no kernel for"):
-        graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=optimizer)
-
-
-def test_fused_kernels_take_no_double():
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^fused: AdamWOptimizer .* expects float32, found 'fc0.bias'"
-    ):
-        graphopt.compile(
-            mlp(dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(fused=True)
-        )
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("optimizers_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("optimizers_mistakes", call, globals())

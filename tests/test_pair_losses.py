@@ -366,26 +366,6 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Any) -> None:
             compiled(passes.Distillation(tmp_path / f"{name}.onnx"), student)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        (
-            ((4, 5), (4, 9)),
-            "dimension 'L': .*: the rows of 'x' and 'x_positive' .*: pad them to one size, and mask",
-        ),
-        (
-            ((4, 5), (8, 5)),
-            "dimension 'pairs': .*: the rows of 'x' and 'x_positive' .*: give each example a row",
-        ),
-    ],
-)
-def test_sides_of_two_sizes_are_refused_with_what_to_do(shapes, expected):
-    """A batch of both goes through the model in one pass, as text padded and masked does in any framework."""
-    executor = graphopt.Executor(graphopt.compile(mean_of_tokens(), **RANKED), native=False)
-    with pytest.raises(GraphoptError, match=expected):
-        executor.step(tokens_of(*shapes))
-
-
 def test_texts_of_two_lengths_train_as_apart_when_padded_and_masked():
     """PyTorch embeds each side at its own length."""
     proto = mean_of_tokens()

@@ -268,19 +268,6 @@ def test_models_of_any_opset_take_columns(
     assert (label == np.array(["no", "yes"])[y.argmax(axis=1)]).all()
 
 
-def test_models_that_do_not_take_the_features() -> None:
-    table = {"a": [1.0, 2.0], "b": ["u", "v"]}
-    columns = Columns.auto(table)
-    with pytest.raises(
-        GraphoptError, match="expected columns that have learnt from training rows, found a, b: call learn"
-    ):
-        columns.before(models.linear((3,), 1))
-    with pytest.raises(
-        GraphoptError, match=r"expected a model with one input \[rows, 3\], found x\[batch, ?4\]"
-    ):
-        columns.learn(table).before(models.linear((4,), 1))
-
-
 # Kinds
 
 

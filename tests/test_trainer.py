@@ -320,11 +320,6 @@ def test_probabilities_are_scikit_learns(classes):
     assert np.isfinite(found).all() and found.min() > -2
 
 
-def test_a_loss_without_probabilities_says_so():
-    with pytest.raises(graphopt.GraphoptError, match=r"predict_proba: expected CrossEntropy .*found Hinge"):
-        CLASSIFIERS["hinge"]()[0].predict_proba(X)
-
-
 @pytest.mark.parametrize(
     "check", ["check_no_attributes_set_in_init", "check_get_params_invariance", "check_set_params"]
 )
