@@ -735,42 +735,6 @@ def test_a_class_of_your_own(
     assert "callbacks.no: expected a graphopt.Callback, found dict" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        (
-            "+callbacks.early=3",
-            "callbacks: unknown callback 'early', nearest: 'early_stopping'; known: adaptive",
-        ),
-        (
-            "callbacks.early_stopping={patiense: 3}",
-            "callbacks.early_stopping: unknown field 'patiense', nearest: 'patience'; known: min_",
-        ),
-        (
-            "callbacks.early_stopping={patience: x}",
-            "callbacks.early_stopping.patience: expected int, found 'x'",
-        ),
-        ("callbacks.early_stopping={patience: 0}", "EarlyStopping(patience=0): expected a whole number"),
-        ("callbacks.time_limit=soon", "TimeLimit: expected a time"),
-        ("callbacks.jsonl=true", "callbacks.jsonl.path: expected a value, found none"),
-        (
-            "callbacks.csv=metrics.jsonl",
-            "callbacks.csv.path: expected a name that the run's own files do not have",
-        ),
-        ("callbacks.csv=./checkpoints/x", "callbacks.csv.path: expected a name that the run's own files"),
-        ("callbacks.tracker=os", "Tracker: unknown module 'os'"),
-        ("callbacks=3", "callbacks: expected a mapping of callbacks, found 3"),
-    ],
-)
-def test_wrong_callbacks_in_a_recipe(
-    here: Path, capsys: pytest.CaptureFixture[str], field: str, message: str
-) -> None:
-    assert cli.main([*RUN, field]) == 1
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert not (here / "out/metrics.jsonl").exists()
-
-
 @pytest.mark.slow
 def test_an_interrupted_command_continues_with_its_callbacks(here: Path) -> None:
     used = ["callbacks.csv={path: log.csv, log_steps: true}", "callbacks.weight_average=0.9"]
