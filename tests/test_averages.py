@@ -13,6 +13,7 @@ from builders import mlp, model, run
 from steps import assert_equal, weights
 from test_optimizers import T, X, torch_loss, torch_mlp
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from twins import descended
 
 import graphopt
 import passes
@@ -38,9 +39,7 @@ def test_a_hundred_averages_are_pytorchs(name: str) -> None:
     averaged = AveragedModel(module, multi_avg_fn=function)
     reference = torch.optim.SGD(module.parameters(), 0.1, 0.9)
     for t, outputs in enumerate(run(step, 100, {"x": X, "target": T}), 1):
-        reference.zero_grad()
-        torch_loss({name.replace("_", "."): w for name, w in module.items()}).backward()
-        reference.step()
+        descended(torch_loss({name.replace("_", "."): w for name, w in module.items()}), reference)
         if t >= start and (t - start) % every == 0:
             averaged.update_parameters(module)
         wanted = averaged.module if t >= start else module

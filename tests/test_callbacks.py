@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import math
-import sqlite3
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -190,26 +187,6 @@ def test_early_stopping_stops_where_scikit_learn_does() -> None:
             f"validation_loss has not improved in {patience} epoch{'s' * (patience > 1)}: the best was epoch "
             f"{scores.index(max(scores)) + 1}"
         )
-
-
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_early_stopping_stops_where_keras_does(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    keras = pytest.importorskip("keras")
-    for seed in range(50):
-        draw = np.random.default_rng(seed)
-        values = [float(x) for x in draw.integers(0, 30, 40) / 10]
-        options = {"patience": int(draw.integers(1, 8)), "min_delta": float(draw.choice([0.0, 0.05, 0.3]))}
-        theirs = keras.callbacks.EarlyStopping(monitor="v", mode=mode, **options)
-        theirs.set_model(types.SimpleNamespace(stop_training=False))
-        theirs.on_train_begin()
-        expected = 0
-        for value in values:
-            if not theirs.model.stop_training:
-                theirs.on_epoch_end(expected, {"v": value})
-                expected += 1
-        mine = callbacks.EarlyStopping(mode=mode, restore_best=False, **options)
-        assert len(driven(mine, values)[1]) == expected
 
 
 def test_the_weights_of_the_best_epoch_come_back() -> None:
@@ -605,33 +582,6 @@ def test_tensorboard_reads_the_records(tmp_path: Path) -> None:
         assert found == {record["step"]: pytest.approx(record[name], rel=1e-6) for record in records}
 
 
-def test_trackio_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path)
-    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
-    records = two_parts(tmp_path, lambda: callbacks.Tracker("trackio", init={"embed": False}))
-    with contextlib.closing(sqlite3.connect(tmp_path / "graphopt.db")) as base:
-        rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert len({name for name, _, _ in rows}) == 1
-    found = {step: json.loads(numbers)["epoch/loss"] for _, step, numbers in rows}
-    assert found == {record["step"]: pytest.approx(record["loss"]) for record in records}
-
-
-def test_wandb_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    records = two_parts(tmp_path, lambda: callbacks.Tracker("wandb", init={"mode": "offline"}))
-    wandb.teardown()
-    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len({path.name for path in files}) == 1  # one id for both parts
-    content = b"".join(path.read_bytes() for path in files)
-    for record in records:
-        assert repr(record["loss"]).encode() in content
-        assert repr(record["validation_loss"]).encode() in content
-
-
 def test_mlflow_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -733,25 +683,6 @@ def test_a_class_of_your_own(
     assert "stopped   enough\n" in capsys.readouterr().out
     assert cli.main([*RUN, "folder=b", "+callbacks.no={_target_: mine.nothing}", "trust=[mine]"]) == 1
     assert "callbacks.no: expected a graphopt.Callback, found dict" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_an_interrupted_command_continues_with_its_callbacks(here: Path) -> None:
-    used = ["callbacks.csv={path: log.csv, log_steps: true}", "callbacks.weight_average=0.9"]
-    used += ["callbacks.reduce_on_plateau={patience: 1, min_delta: 0.5}"]
-    assert cli.main([*RUN, *used]) == 0
-    (here / "mine").mkdir()
-    stop = "+callbacks.limit={_target_: graphopt.callbacks.TimeLimit, limit: 1e-9 s}"
-    assert cli.main([*RUN, *used, stop, "folder=half"]) == 1
-    assert cli.main([*RUN, *used, stop.replace("1e-9", ".000000001"), "folder=half"]) == 0
-    assert len(read_log("csv", here / "half/log.csv")) == 2
-    assert cli.main([*RUN, *used, "~callbacks.limit", "folder=half", "resume=half"]) == 0
-    assert alike(read_log("csv", here / "half/log.csv")) == alike(read_log("csv", here / "out/log.csv"))
-    whole, half = (graphopt.load(here / folder / "trained.onnx") for folder in ("out", "half"))
-    for name, value in whole.graph.initializers.items():
-        np.testing.assert_array_equal(
-            half.graph.initializers[name].const_value.numpy(), value.const_value.numpy()
-        )
 
 
 @pytest.mark.whole

@@ -83,12 +83,6 @@ def test_a_line_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_validation_file() -> None:
-    assert cli.main([*MINE, "fit.validation=train.npz"]) == 0
-    assert lines("out/metrics.jsonl")[-1]["step"] == 4
-
-
-@pytest.mark.slow
 def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert cli.main(["run=compile", "model=my.onnx", "folder=out"]) == 0
@@ -235,25 +229,6 @@ def test_a_full_disk_names_the_file(
     assert re.search(r"error: out/\S+: No space left on device$", capsys.readouterr().err)
 
 
-@pytest.mark.slow
-def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = ["-m", *MINE, "optimizer=sgd,adamw", "optimizer.learning_rate=1e-3,1e-2"]
-    assert cli.main(sweep) == 0
-    said = capsys.readouterr().out
-    table = [line.split() for line in re.findall(r"^ \d .*$", said, re.MULTILINE)]
-    options = {run: [optimizer, rate] for run, *_, optimizer, rate, _, _, _, _ in table}
-    assert options == {
-        "0": ["sgd", "0.001"],
-        "1": ["sgd", "0.01"],
-        "2": ["adamw", "0.001"],
-        "3": ["adamw", "0.01"],
-    }
-    losses = [float(row[-4]) for row in table]
-    assert losses == sorted(losses) and [row[1] == "best" for row in table] == [True, False, False, False]
-    assert said.rstrip().endswith("written   out/compare.html")
-    assert [Path(f"out/{i}/trained.onnx").exists() for i in range(4)] == [True] * 4
-
-
 def test_a_table_in_a_pipe_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"optimizer.groups_of_a_long_name_{i}" for i in range(30)]
     for run in range(2):
@@ -290,16 +265,6 @@ def test_a_run_that_diverges_late_leaves_the_last_good_weights(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_a_folder_of_one_s_own() -> None:
-    Path("mine/experiment").mkdir(parents=True)
-    Path("mine/experiment/own.yaml").write_text(
-        "# @package _global_\ndefaults: [override /optimizer: sgd]\nfit: {epochs: 1}\n"
-    )
-    assert cli.main(["--config-dir", "mine", "experiment=own", *MINE[:4]]) == 0
-    assert yaml.safe_load(Path("out/config.yaml").read_text())["optimizer"]["_target_"] == "passes.SGD"
-
-
-@pytest.mark.slow
 def test_none_leaves_out_what_an_experiment_sets() -> None:
     arguments = ["experiment=text_transformer", "schedule=none", "run=compile", "folder=out"]
     assert cli.main([*arguments, "data.characters=2000"]) == 0
@@ -326,15 +291,6 @@ def test_too_little_memory_is_one_line(
     monkeypatch.setattr("graphopt.cli.train.fit", full)
     assert cli.main(MINE) == 1
     assert capfd.readouterr().err.startswith("graphopt: error: out of memory: Unable to allocate")
-
-
-@pytest.mark.slow
-def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    Path("own_losses.py").write_text("def absolute(op, p, t):\n    return op.Abs(p - t)\n")
-    monkeypatch.syspath_prepend(here)
-    np.savez("train.npz", x=X, target=X[:, :3])
-    assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute"]) == 1
-    assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute", "trust=[own_losses]"]) == 0
 
 
 @pytest.mark.slow

@@ -334,15 +334,6 @@ def test_the_command_reads_the_columns_that_the_file_takes(tmp_path, monkeypatch
     assert main(["check", *overrides[:-1], "folder=checked"]) == 0
 
 
-def test_the_command_checks_whole_numbers_of_a_table(tmp_path, monkeypatch):
-    """The rows of a table have the types of its cells, and a check those of the graph."""
-    monkeypatch.chdir(tmp_path)
-    from graphopt.cli.command import main
-
-    (tmp_path / "t.csv").write_text("a,b,target\n" + "".join(f"{i},{i % 5},{i % 2}\n" for i in range(20)))
-    assert main(["check", "model=mlp", "data=csv", "data.path=t.csv", "loss=cross_entropy"]) == 0
-
-
 def test_a_trainer_takes_strings():
     whole = whole_of(CASES["OneHotEncoder"])
     trainer = graphopt.Trainer(whole, max_iter=3, **STEPS)

@@ -295,19 +295,6 @@ def test_evaluate_and_predict_leave_the_state(executor):
     np.testing.assert_allclose(executor.step(x=X, target=T)["loss"], loss, rtol=1e-6)
 
 
-def test_the_trained_model_has_the_names_and_the_predictions():
-    executor = graphopt.Executor(compiled(sort=passes.SortInitializers(rename="{index}_{name}")))
-    for _ in range(5):
-        executor.step(x=X, target=T)
-    trained = executor.trained()
-    onnx.checker.check_model(trained, full_check=True)
-    assert {t.name for t in trained.graph.initializer} == {t.name for t in mlp().graph.initializer}
-    assert [v.name for v in trained.graph.input] == ["x"]
-    assert [v.name for v in trained.graph.output] == ["y"]
-    assert "graphopt" not in str(trained)
-    np.testing.assert_allclose(outputs(trained, {"x": X})["y"], executor.predict(x=X)["y"], rtol=1e-6)
-
-
 @pytest.mark.slow
 def test_an_executor_needs_the_file_alone(tmp_path):
     graphopt.save(compiled(), tmp_path / "step.onnx")

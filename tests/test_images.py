@@ -268,27 +268,6 @@ def test_training_on_images_gives_the_bits_of_training_on_arrays(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_command_trains_evaluates_and_predicts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    common = ["data=images", "data.size=[8,8]", "folder=out", "executor.threads=1"]
-    assert cli.main(["model=cnn", "data.path=images", "fit.epochs=2", "fit.validation=null", *common]) == 0
-    assert cli.main(["evaluate", "data.path=images", *common]) == 0
-    assert (
-        cli.main(["predict", "data.path=images/dog", "data.target=null", "predictions=p.csv", *common]) == 0
-    )
-    rows = (folder.parent / "out" / "p.csv").read_text().splitlines()
-    assert len(rows) == 4
-    place = rows[0].split(",").index("label")
-    assert all(row.split(",")[place] in ("cat", "dog") for row in rows[1:])
-    capsys.readouterr()
-    broken(folder, b"no image")
-    assert cli.main(["model=cnn", "data.path=images", "data=images", "folder=other"]) == 1
-    assert "images/cat/broken.jpg: expected an image" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_a_recipe_reads_no_image_beyond_its_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -378,22 +378,6 @@ def test_a_worker_without_rows_waits_for_the_others(apart: bool) -> None:
         assert np.isfinite(ours["loss"])
 
 
-def test_workers_without_rows_train_together_with_the_others() -> None:
-    pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
-    halves = graphopt.split_step(pipeline, linear())
-
-    def work(workers: Communicator) -> tuple[float, dict[str, np.ndarray]]:
-        executor = graphopt.DataParallel(halves, communicator=workers)
-        data = {name: array[:2][workers.share(2)] for name, array in DATA.items()}
-        return executor.step(data)["loss"], executor.parameters
-
-    alone = graphopt.Executor(halves.step)
-    loss = alone.step({name: array[:2] for name, array in DATA.items()})["loss"]
-    for found, parameters in together(work, size=3):
-        assert found == pytest.approx(loss, rel=1e-6)
-        assert_close(parameters, alone.parameters, rtol=1e-7)
-
-
 def test_what_is_asked_for_and_checkpoints_wait_for_a_synchronisation(tmp_path: Path) -> None:
     class Asks(graphopt.Callback):
         def __init__(self) -> None:

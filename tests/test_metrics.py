@@ -280,14 +280,6 @@ def test_metrics_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert {"balanced_accuracy", "top_3_accuracy", "confusion_matrix", "share"} <= set(record)
     assert "accuracy" not in record
     assert "top 3 accuracy" in capsys.readouterr().out
-    for wrong, error in {
-        "[acuracy]": "nearest: 'accuracy'",
-        "[package_of_mine.share]": "expected graphopt's own or trusted code, found 'package_of_mine.share'",
-        "3": "fit.metrics: expected",
-        "[mae]": "mae: expected regression, found classification",
-    }.items():
-        assert cli.main([*run, "folder=wrong", f"fit.metrics={wrong}"]) == 1
-        found = capsys.readouterr().err
-        assert error in found
-        assert found.count("\n") == 1
-        assert not Path("wrong/trained.onnx").exists()
+    assert cli.main([*run, "folder=wrong", "fit.metrics=[package_of_mine.share]"]) == 1
+    assert "expected graphopt's own or trusted code, found 'package_of_mine.share'" in capsys.readouterr().err
+    assert not Path("wrong/trained.onnx").exists()

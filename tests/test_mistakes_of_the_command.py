@@ -54,6 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "flat": {"x": x.reshape(200, 64)},
         "nan": {"x": np.where(x > 0.5, np.nan, x)},
         "big": {"target": target + 5},
+        "gap": {"target": np.where(target == 1, 0, target)},
         "huge": {"x": np.where(x > 0.5, 1e300, np.float64(x))},
         "one": {"x": x[:1], "target": target[:1]},
         "zero": {"x": x[:0], "target": target[:0]},

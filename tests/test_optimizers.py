@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from builders import mlp, run
+from twins import descended
 
 import graphopt
 import passes
@@ -87,9 +88,7 @@ def test_optimizer_takes_pytorchs_steps(optimizer, twin):
     for outputs in run(step, 12, {"x": X, "target": T}):
         loss = torch_loss(weights)
         np.testing.assert_allclose(outputs["loss"], loss.item(), rtol=1e-10)
-        reference.zero_grad()
-        loss.backward()
-        reference.step()
+        descended(loss, reference)
     for name, tensor in weights.items():
         np.testing.assert_allclose(outputs[f"{name}.next"], tensor.detach().numpy(), rtol=1e-8, atol=1e-12)
 
@@ -151,9 +150,7 @@ def test_groups_have_rates_and_decays_of_their_own():
     )
     results = run(step, 5, {"x": X, "target": T})
     for _ in results:
-        reference.zero_grad()
-        torch_loss(weights).backward()
-        reference.step()
+        descended(torch_loss(weights), reference)
     for name, tensor in weights.items():
         np.testing.assert_allclose(results[-1][f"{name}.next"], tensor.detach().numpy(), rtol=1e-9)
 

@@ -12,6 +12,7 @@ import torch
 from builders import TYPES, mlp, model, run
 from test_halves import halved
 from torch.nn import functional as F  # noqa: N812
+from twins import descended
 
 import graphopt
 import passes
@@ -224,9 +225,7 @@ def test_dpo_is_trls_over_several_steps(name: str) -> None:
     for outputs in run(step, 5, {**TOKENS, **MASKS}):
         loss = preference(weights, reference, options)
         assert outputs["loss"] == pytest.approx(loss.item(), rel=1e-8)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
     for key, w in weights.items():
         np.testing.assert_allclose(outputs[f"{key}.next"], w.detach().numpy(), rtol=1e-6, atol=1e-9)
 

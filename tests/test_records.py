@@ -293,13 +293,6 @@ def test_a_folder_behind_a_verb_is_that_of_the_run(capsys: pytest.CaptureFixture
     )
 
 
-@pytest.mark.slow
-def test_workers_continue_a_run() -> None:
-    run("launcher=local", "launcher.workers=2")
-    assert cli.main(["resume=run", "fit.epochs=3", "launcher=local", "launcher.workers=2"]) == 0
-    assert len(epochs()) == 3
-
-
 def test_a_sweep_is_no_run_but_holds_some(capsys: pytest.CaptureFixture[str]) -> None:
     for run in ("0", "1"):
         Path(f"sweep/{run}").mkdir(parents=True)

@@ -14,7 +14,6 @@ import onnx
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
-import scipy.special
 import sklearn.metrics as sk
 import yaml
 from builders import mlp
@@ -110,42 +109,6 @@ def test_predict_writes_the_outputs(source: str, ending: str, capsys: pytest.Cap
         found = np.stack([table[f"y_{i}"].to_numpy() for i in range(3)], axis=1)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_names_of_classes_stay_in_the_model_and_in_predictions() -> None:
-    names = ["blue", "green", "red"]
-    header = [*"abcd", "target"]
-    with open("train.csv", "w", newline="") as file:
-        csv.writer(file).writerows(
-            [header, *([*x, names[t]] for x, t in zip(X.tolist(), LABELS, strict=True))]
-        )
-    with open("new.csv", "w", newline="") as file:
-        csv.writer(file).writerows([header[:4], *X.tolist()])
-    train = ["my.onnx", "data=csv", "data.path=train.csv", f"data.labels=[{','.join(names)}]", *QUICK]
-    assert cli.main([*train, "folder=named"]) == 0
-    assert (
-        cli.main(
-            [
-                "predict",
-                "folder=named",
-                "data=csv",
-                "data.path=new.csv",
-                "data.target=null",
-                "predictions=p.csv",
-            ]
-        )
-        == 0
-    )
-    with open("named/p.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    shares = [f"probabilities_{name}" for name in names]
-    assert list(rows[0]) == ["y_blue", "y_green", "y_red", "label", *shares]
-    found = [[float(row[name]) for name in shares] for row in rows]
-    scores = expected("named/trained.onnx").astype(np.float64)
-    np.testing.assert_allclose(found, scipy.special.softmax(scores, axis=1), rtol=1e-4, atol=1e-6)
-    chosen = expected("named/trained.onnx").argmax(axis=1)
-    assert [row["label"] for row in rows] == [names[i] for i in chosen]
 
 
 @pytest.mark.slow

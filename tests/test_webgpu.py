@@ -105,6 +105,7 @@ def test_the_graphs_of_the_hosts_train(name: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.sample(5)
 def test_options_do_not_change_the_losses(network: str, options: dict[str, Any]) -> None:
     """Batches of two sizes, and evaluations between the steps."""
     on_cpu, on_gpu = pair(compiled(network, clip=passes.ClipGlobalNorm(0.5)), **options)
