@@ -24,6 +24,7 @@ from interruptions import StopAt, alike, same
 
 import graphopt
 import passes
+from graphopt import cli
 from graphopt.training.callbacks import Record, Run
 from graphopt.training.checkpoints import find, read
 
@@ -333,7 +334,10 @@ def test_a_signal_saves_and_exits_with_the_usual_code(tmp_path: Path, number: st
 
 
 @pytest.mark.slow
-def test_a_second_run_in_a_folder_stops_before_it_writes(tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_stops_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     first = start(folder, "fit.epochs=100000", "fit.validation=null")
     while not (folder / "metrics.jsonl").exists():
@@ -341,19 +345,16 @@ def test_a_second_run_in_a_folder_stops_before_it_writes(tmp_path: Path) -> None
         time.sleep(0.02)
     lasting = {path: path.read_bytes() for path in [folder / "config.yaml", *folder.glob(".hydra/*")]}
     assert len(lasting) == 5
-    again = [sys.executable, "-m", "graphopt", *RECIPE, f"folder={folder}"]
-    second = subprocess.run(again, capture_output=True, text=True)
-    assert second.returncode == 1 and "found a run that is in progress there" in second.stderr
+    again = [*RECIPE, f"folder={folder}"]
+    assert cli.main(again) == 1 and "found a run that is in progress there" in capsys.readouterr().err
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
-    third = subprocess.run(again, capture_output=True, text=True)
-    assert third.returncode == 1 and "expected a folder without a run" in third.stderr
-    other = start(folder, "fit.epochs=7").communicate()[1]
+    assert cli.main(again) == 1 and "expected a folder without a run" in capsys.readouterr().err
+    assert cli.main([*again, "resume=true", "fit.epochs=7"]) == 1
     assert (
         "run: expected a run of the same recipe, found one with fit.epochs=100000, fit.validation=null: "
-        in other
+        "continue it with resume=run, or choose another" in capsys.readouterr().err
     )
-    assert "continue it with resume=run, or choose another" in other
     assert lasting == {path: path.read_bytes() for path in lasting}
 
 

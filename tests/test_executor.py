@@ -345,27 +345,6 @@ def test_a_loss_that_is_not_finite(policy):
     assert executor.steps == (2 if policy == "warn" else 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"provider_options": {"enable_cuda_graph": 1}}, "write graph_capture=True"),
-        ({"device": "tpu"}, "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'tpu'"),
-        ({"device": "cpu:1"}, "found 'cpu:1'"),
-        ({"on_nonfinite": "explode"}, "expected 'raise', 'warn' or 'skip'"),
-        ({"report": ["accuracy"]}, r"^report: unknown outputs \['accuracy'\]; the graph has loss, y"),
-        *(
-            ({"report": report}, "^report: (expected names of|unknown) outputs")
-            for report in ("loss", 3, [1, "a"], b"x")
-        ),
-        ({"provider": "vulkan"}, "expected a provider of the installed ONNX Runtime: .*CPUExecutionProvider"),
-        ({"graph_capture": True}, "graph_capture: expected device 'cuda' or 'webgpu' and its own"),
-    ],
-)
-def test_options_that_do_not_exist(options, message):
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.Executor(compiled(), **options)
-
-
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_a_missing_gpu_is_named():
     with pytest.raises(
