@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -388,16 +389,23 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@functools.cache
+def whole(loader: str) -> tuple[graphopt.Executor, Any]:
+    """Return what has trained on a loader without a stop, and its records."""
+    twin = executor()
+    return twin, alike(fit(twin, LOADERS[loader]()))
+
+
 @pytest.mark.parametrize("step", [3, 10, 11, 15, 22, None])
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.sample(10)
 @pytest.mark.slow
 def test_a_stopped_run_on_a_loader_of_others_continues(tmp_path: Path, loader: str, step: int | None) -> None:
-    twin, runner = executor(), executor()
-    expected = fit(twin, LOADERS[loader]())
+    twin, expected = whole(loader)
+    runner = executor()
     interrupt(LOADERS[loader](), tmp_path, step)
-    assert alike(fit(runner, LOADERS[loader](), checkpoint=tmp_path, resume=True)) == alike(expected)
+    assert alike(fit(runner, LOADERS[loader](), checkpoint=tmp_path, resume=True)) == expected
     assert same(runner, twin)
 
 
