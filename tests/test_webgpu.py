@@ -80,6 +80,7 @@ def reads(monkeypatch: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.sample(4)
 def test_the_graphs_of_the_hosts_train(name: str) -> None:
     on_cpu, on_gpu = pair(GRAPHS[name][0]())
     for batch in batches(name)[:20]:
