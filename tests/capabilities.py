@@ -41,6 +41,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "averages": {**ADAMW, "average": passes.EMA(0.9), "schedule": passes.Cosine(100, warmup=5)},
     "accumulated": {**ADAMW, "accumulate": passes.Accumulate(3), "clip": passes.ClipGlobalNorm(0.3)},
     "deviations": {**ADAMW, "average": passes.SWAG(start=2, every=2, rank=2)},
+    "accumulated points": {"optimizer": passes.ScheduleFreeAdamW(1e-2), "accumulate": passes.Accumulate(2)},
+    "mean of points": {"optimizer": passes.ScheduleFreeAdamW(1e-2), "average": passes.SWA(start=2, every=2)},
     "pruned": {**ADAMW, "average": passes.EMA(0.9), "prune": passes.Prune(0.7, end=4, every=2)},
     "frozen": {**ADAMW, "parameters": passes.Parameters(freeze="*.bias")},
     "LoRA": {**ADAMW, "adapter": passes.LoRA(rank=2)},

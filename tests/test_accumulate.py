@@ -56,23 +56,6 @@ def test_steps_are_updates_and_batches_are_counted_apart_after_load_too(tmp_path
 
 
 @pytest.mark.slow
-def test_epochs_of_accumulated_gradients_go_on_after_load_bit_for_bit(tmp_path):
-    def executor():
-        return graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(2)), threads=1)
-
-    def train(one, epochs):
-        graphopt.fit(one, {"x": X, "target": T}, epochs=epochs, batch_size=8, validation=None)
-
-    whole, first, second = executor(), executor(), executor()
-    train(whole, 4)
-    train(first, 2)
-    first.save(tmp_path / "state.safetensors")
-    second.load(tmp_path / "state.safetensors")
-    train(second, 2)
-    assert_equal(second.state, whole.state)
-
-
-@pytest.mark.slow
 def test_gradients_add_up_until_the_update_is_asked_for():
     whole = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
     parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate()))

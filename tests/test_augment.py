@@ -8,14 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx_ir as ir
 import pytest
 import scipy.stats
 import torch
-from builders import linear, mlp, model
+from builders import mlp, model
 from numpy.typing import NDArray
 from torch.nn import functional
+from twins import descended
 
 import graphopt
 import passes
@@ -211,9 +213,7 @@ def test_mixed_rows_train_as_in_pytorch(kind: str) -> None:
             expected = functional.cross_entropy(y, targets, label_smoothing=smoothing)
         else:
             expected = (functional.mse_loss if kind == "numbers" else functional.l1_loss)(y, targets)
-        optimizer.zero_grad()
-        expected.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        descended(expected, optimizer)
         assert executor.step(x=x, target=target)["loss"] == pytest.approx(expected.item(), rel=1e-4)
     for name, w in weights.items():
         np.testing.assert_allclose(executor.state[name], w.detach().numpy(), atol=1e-4)
@@ -271,33 +271,11 @@ def test_evaluation_prediction_and_the_trained_model_have_none_of_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "steps", [{}, {"accumulate": passes.Accumulate(2)}, {"precision": passes.MixedPrecision()}], ids=str
-)
-@pytest.mark.slow
-def test_a_resumed_run_draws_the_same(tmp_path: Path, steps: dict[str, Any]) -> None:
-    step, data = images(steps)
-    options: dict[str, Any] = {"batch_size": 7, "seed": 1}
-    whole = executor_of(step)
-    expected = graphopt.fit(whole, data, epochs=3, **options)
-    graphopt.fit(executor_of(step), data, epochs=1, checkpoint=tmp_path, **options)
-    resumed = executor_of(step)
-    found = graphopt.fit(resumed, data, epochs=3, checkpoint=tmp_path, resume=True, **options)
-    assert [x["loss"] for x in found[-2:]] == [x["loss"] for x in expected[-2:]]
-    assert all(np.array_equal(resumed.state[k], whole.state[k]) for k in whole.state)
-
-
 def test_micro_batches_draw_apart() -> None:
     step, data = images({"accumulate": passes.Accumulate(2)})
     executor = executor_of(step)
     batch = {name: x[:6] for name, x in data.items()}
     assert executor.step(batch)["loss"] != executor.step(batch)["loss"]  # before the first update
-
-
-def test_the_first_check_agrees() -> None:
-    step, data = images()
-    records = graphopt.fit(graphopt.Executor(step, verify="first"), data, epochs=1, batch_size=10)
-    assert np.isfinite(records[0]["loss"])
 
 
 def test_a_teacher_sees_the_images_that_the_student_sees(tmp_path: Path) -> None:
@@ -351,79 +329,6 @@ def test_open_sizes_of_images_are_those_of_the_batch() -> None:
 
 IDS = "g (int64[N,3] x) => (float[N,3,2] y) { y = Gather(table, x) }"
 CLASSES: dict[str, Any] = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
-MISTAKES: dict[str, tuple[Any, str]] = {
-    "no images": (
-        lambda: graphopt.compile(mlp((4, 3)), augment=passes.AugmentImages(), **CLASSES),
-        "expected the name of one input of images with four axes, the model has 'x' of type FLOAT and shape",
-    ),
-    "no layout": (
-        lambda: graphopt.compile(models.mlp((1, 8, 8), 3), augment=passes.AugmentImages(), **CLASSES),
-        "set layout to NCHW or NHWC",
-    ),
-    "no range": (
-        lambda: passes.AugmentImages(contrast=0.2),
-        r"AugmentImages\(contrast\): expected the values of black",
-    ),
-    "a range": (lambda: passes.AugmentImages(value_range=(1, 0)), "such as .0, 1., found .1, 0."),
-    "gray": (
-        lambda: graphopt.compile(
-            models.cnn((1, 8, 8), 3),
-            augment=passes.AugmentImages(saturation=0.1, value_range=(0, 1)),
-            **CLASSES,
-        ),
-        r"AugmentImages\(saturation\): expected 3 channels, found 1",
-    ),
-    "whole numbers": (
-        lambda: seen(passes.AugmentImages(rotation=5, layout="NCHW"), np.zeros((2, 1, 4, 4), np.uint8)),
-        r"AugmentImages\(rotation\): expected images of floating-point numbers, found",
-    ),
-    "far": (
-        lambda: passes.AugmentImages(crop=4),
-        r"AugmentImages\(crop=4\): expected a number in \[0, 0.5\]",
-    ),
-    "tokens": (
-        lambda: graphopt.compile(
-            model(IDS, table=np.ones((5, 2))), augment=passes.MixUp(), loss=passes.CrossEntropy(2)
-        ),
-        "MixUp: expected inputs of floating-point numbers with rows, found 'x' of type INT64",
-    ),
-    "twice": (
-        lambda: graphopt.compile(
-            linear(), augment=[passes.MixUp(), passes.MixUp()], loss=passes.MeanSquaredError()
-        ),
-        "run it once, before the loss",
-    ),
-    "a loss of pairs": (
-        lambda: graphopt.compile(linear(), augment=passes.MixUp(), loss=passes.Triplet()),
-        "MixUp: expected a loss that compares a prediction with targets, found Triplet: leave MixUp out",
-    ),
-    "an own loss": (
-        lambda: graphopt.compile(
-            model(
-                "g (float[N,2] x) => (float l) { p = Mul(x, w)  l = ReduceSum<keepdims=0>(p) }", w=np.ones(2)
-            ),
-            augment=passes.MixUp(),
-            loss=passes.OwnLoss(),
-        ),
-        "found OwnLoss: leave MixUp out",
-    ),
-    "cached features": (
-        lambda: graphopt.fit(
-            executor_of(images({"parameters": passes.Parameters("layers.6.*")})[0]),
-            images()[1],
-            cache_features=True,
-        ),
-        "found that augment changes them: leave out augment or cache_features",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told_in_one_line(name: str) -> None:
-    make, message = MISTAKES[name]
-    with pytest.raises(GraphoptError, match=message) as error:
-        make()
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.exhaustive
@@ -442,3 +347,9 @@ def test_mixed_rows_lift_the_held_out_accuracy() -> None:
         ]
         means.append(np.mean([records[-1]["accuracy"] for records in runs]))
     assert means[1] > means[0] + 0.01
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("augment_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("augment_mistakes", call, globals())

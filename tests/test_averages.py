@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 import steps
@@ -12,10 +13,10 @@ from builders import mlp, model, run
 from steps import assert_equal, weights
 from test_optimizers import T, X, torch_loss, torch_mlp
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from twins import descended
 
 import graphopt
 import passes
-from graphopt.errors import GraphoptError
 
 FEEDS = {"x": X.astype(np.float32), "target": T.astype(np.float32)}
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1, momentum=0.9)}
@@ -38,9 +39,7 @@ def test_a_hundred_averages_are_pytorchs(name: str) -> None:
     averaged = AveragedModel(module, multi_avg_fn=function)
     reference = torch.optim.SGD(module.parameters(), 0.1, 0.9)
     for t, outputs in enumerate(run(step, 100, {"x": X, "target": T}), 1):
-        reference.zero_grad()
-        torch_loss({name.replace("_", "."): w for name, w in module.items()}).backward()
-        reference.step()
+        descended(torch_loss({name.replace("_", "."): w for name, w in module.items()}), reference)
         if t >= start and (t - start) % every == 0:
             averaged.update_parameters(module)
         wanted = averaged.module if t >= start else module
@@ -84,7 +83,7 @@ def test_drawn_models_have_the_mean_and_the_covariance() -> None:
     np.testing.assert_allclose(
         graphopt.run(unsure, {"x": FEEDS["x"]})["y.variance"], every.var(0), rtol=1e-3, atol=1e-6
     )
-    with pytest.raises(GraphoptError, match=r"SWAG.drawn: expected an executor with average=passes.SWAG"):
+    with pytest.raises(graphopt.GraphoptError, match=r"SWAG.drawn: expected an executor with average=passes.SWAG"):
         passes.SWAG.drawn(trained(average=passes.SWA()))
 
 
@@ -164,32 +163,6 @@ def test_the_best_epoch_s_averages_are_restored() -> None:
     assert executor.evaluate(rest)["loss"] == pytest.approx(best["validation_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"optimizer": None, "average": passes.EMA()}, "^EMA needs an optimizer's update, found none"),
-        ({"average": [passes.EMA(), passes.SWA()]}, "^SWA: expected a model without averages, found some"),
-        (
-            {"average": passes.SWA(parameters="nothing")},
-            r"^SWA: parameters='nothing' matches no parameter; the model trains: fc0.bias",
-        ),
-        (
-            {"average": passes.Accumulate(2), "accumulate": passes.EMA()},
-            "^EMA: expected it before Accumulate",
-        ),
-    ],
-)
-def test_mistakes_are_told_in_a_line(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(GraphoptError, match=message):
-        graphopt.compile(mlp(), **{**STEPS, **given})
-
-
-def test_a_callback_that_averages_too_is_refused() -> None:
-    executor = graphopt.Executor(graphopt.compile(mlp(), average=passes.EMA(), **STEPS))
-    with pytest.raises(GraphoptError, match=r"^WeightAverage: expected a training graph without averages"):
-        graphopt.fit(executor, FEEDS, callbacks=[graphopt.callbacks.WeightAverage()], epochs=1)
-
-
 def test_adapters_merge_by_their_averages() -> None:
     options = {"adapter": passes.LoRA("*.weight", rank=2), "average": passes.EMA(0.8)}
     options["optimizer"] = passes.AdamW(0.02)
@@ -200,3 +173,9 @@ def test_adapters_merge_by_their_averages() -> None:
     assert averages.keys() == executor.parameters.keys()
     executor.update_state(averages)
     np.testing.assert_allclose(graphopt.run(executor.trained(), {"x": FEEDS["x"]})["y"], y, atol=1e-6)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("averages_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("averages_mistakes", call, globals())

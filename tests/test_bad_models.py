@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -26,67 +27,6 @@ def compiled(proto, pattern=None, **steps):
         )
     finally:
         assert proto.SerializeToString() == before
-
-
-@pytest.mark.parametrize(
-    ("text", "pattern", "found"),
-    [
-        (
-            "g (float[N,4] x) => (float[N,3] y) { m = MatMul(x, w)\n [last] y = Floor(m) }",
-            None,
-            r"nothing to train: .* found 'w' \(no gradient passes Floor node 'last'\)",
-        ),
-        (
-            "g (float[N,4] x) => (float[N,3] y) { m = MatMul(x, w)\n [last] y = Floor(m) }",
-            "w",
-            r"does not depend on 'w' \(no gradient passes Floor node 'last'\): freeze",
-        ),
-        (
-            "g (float[N,4] x) => (float[N,3] y) "
-            "{ m = MatMul(x, w)\n [round] i = Cast<to=7>(m)\n y = Cast<to=1>(i) }",
-            None,
-            r"nothing to train: .*'w' \(no gradient passes Cast node 'round'\)",
-        ),
-        (
-            "g (float[N,4] x) => (float[N,4] y) { y = Tanh(x) }",
-            None,
-            "nothing to train: .* found no floating-point initializer",
-        ),
-        (
-            "g (float[N,4] x, int64[K] s) => (float y) "
-            "{ m = MatMul(x, w)\n r = Reshape(m, s)\n [all] z = ReduceMax<keepdims=0>(r)\n y = Identity(z) }",
-            None,
-            "no gradient of ReduceMax node 'all': the gradient by 'r' needs its rank, which could not be inferred",
-        ),
-    ],
-)
-def test_a_way_without_a_gradient_is_told(text, pattern, found):
-    with pytest.raises(GraphoptError, match=found):
-        compiled(model(text, w=WEIGHT), pattern)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (
-            "g (float[N,4] x) => (float[N,3] y) { a = Add(b, x)\n b = Add(a, x)\n y = MatMul(b, w) }",
-            "not a valid ONNX model: .*topolog",
-        ),
-        ("g (float[N,4] x) => (float[N,3] y) { y = MatMul(z, w) }", "not a valid ONNX model: .*z"),
-        ("g (float[N,4] x) => (float[N,3] y) { y = MatMull(x, w) }", "not a valid ONNX model: .*MatMull"),
-        (
-            "g (float[N,5] x) => (float[N,3] y) { y = MatMul(x, w) }",
-            "cannot infer .*MatMul.*Incompatible dim",
-        ),
-        (
-            "g (float[N,4] x) => (float[N,3] y) { y = MatMul<beta=1.0>(x, w) }",
-            "not a valid ONNX model: .*beta",
-        ),
-    ],
-)
-def test_an_invalid_graph_is_refused(text, found):
-    with pytest.raises(GraphoptError, match=found):
-        compiled(model(text, w=WEIGHT))
 
 
 @pytest.mark.parametrize("loss", [passes.CrossEntropy, passes.MeanSquaredError])
@@ -153,3 +93,9 @@ def test_the_report_tells_what_would_help(tmp_path):
         "u, w",
         "freeze: parameters.freeze='[u,w]'; register a rule: passes.gradient('my.domain', 'Product')",
     ]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("bad_models_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("bad_models_mistakes", call, globals())

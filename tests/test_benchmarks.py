@@ -262,27 +262,15 @@ def gpu(peers, monkeypatch):
     sys.modules.pop("gpu", None)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_script_for_gpus_runs_on_the_cpu(tmp_path):
     """With the peers that are installed; the page keeps the rows of the first run."""
     page = tmp_path / "RESULTS_GPU.md"
+    options = "--device cpu --small --rounds 1 --seconds 0 --peers graphopt graphopt-graph torch jax"
     command = [
         sys.executable,
         str(FOLDER / "gpu.py"),
-        "--device",
-        "cpu",
-        "--small",
-        "--rounds",
-        "1",
-        "--seconds",
-        "0",
-    ]
-    command += [
-        "--peers",
-        "graphopt",
-        "graphopt-graph",
-        "torch",
-        "jax",
+        *options.split(),
         "--write",
         str(page),
         "--work",
@@ -368,7 +356,7 @@ def test_denormals_are_timed(monkeypatch):
     assert all(time > 0 for times in found.values() for time in times)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 def test_networks_of_other_shapes_are_timed():
     pytest.importorskip("torch")
@@ -386,7 +374,7 @@ def test_workers_apart_send_fewer_bytes(monkeypatch):
     assert max(together, apart) < 2.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 def test_openings_are_timed(monkeypatch):
     rows = benchmark("opening", monkeypatch).main("--seconds=1")

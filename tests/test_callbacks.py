@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import math
-import sqlite3
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 import torch
@@ -191,26 +189,6 @@ def test_early_stopping_stops_where_scikit_learn_does() -> None:
         )
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_early_stopping_stops_where_keras_does(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    keras = pytest.importorskip("keras")
-    for seed in range(50):
-        draw = np.random.default_rng(seed)
-        values = [float(x) for x in draw.integers(0, 30, 40) / 10]
-        options = {"patience": int(draw.integers(1, 8)), "min_delta": float(draw.choice([0.0, 0.05, 0.3]))}
-        theirs = keras.callbacks.EarlyStopping(monitor="v", mode=mode, **options)
-        theirs.set_model(types.SimpleNamespace(stop_training=False))
-        theirs.on_train_begin()
-        expected = 0
-        for value in values:
-            if not theirs.model.stop_training:
-                theirs.on_epoch_end(expected, {"v": value})
-                expected += 1
-        mine = callbacks.EarlyStopping(mode=mode, restore_best=False, **options)
-        assert len(driven(mine, values)[1]) == expected
-
-
 def test_the_weights_of_the_best_epoch_come_back() -> None:
     runner, seen = executor(rate=2.0), At()
     stopping = callbacks.EarlyStopping(patience=3)
@@ -352,20 +330,6 @@ def test_a_plateau_is_pytorch_s(mode: str) -> None:
 def test_a_plateau_never_raises_the_rate() -> None:
     mine = callbacks.ReduceOnPlateau(patience=1, min_learning_rate=1.0)
     assert driven(mine, [1.0, 1.0, 1.0])[1] == [0.5] * 3
-
-
-@pytest.mark.parametrize(
-    "kind", [callbacks.ReduceOnPlateau, callbacks.LearningRateFinder, callbacks.Adaptive]
-)
-def test_a_rate_that_the_graph_computes_is_left_alone(kind: Any) -> None:
-    step = graphopt.compile(
-        mlp((3, 8, 2)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1), schedule=passes.Cosine(steps=9)
-    )
-    message = (
-        f"^{kind.__name__}: expected a training graph with the input learning_rate, found one that computes"
-    )
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.fit(graphopt.Executor(step, threads=1), DATA, callbacks=[kind()])
 
 
 def test_a_range_test_is_that_of_steps_by_hand_and_leaves_no_trace() -> None:
@@ -618,33 +582,6 @@ def test_tensorboard_reads_the_records(tmp_path: Path) -> None:
         assert found == {record["step"]: pytest.approx(record[name], rel=1e-6) for record in records}
 
 
-def test_trackio_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path)
-    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
-    records = two_parts(tmp_path, lambda: callbacks.Tracker("trackio", init={"embed": False}))
-    with contextlib.closing(sqlite3.connect(tmp_path / "graphopt.db")) as base:
-        rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert len({name for name, _, _ in rows}) == 1
-    found = {step: json.loads(numbers)["epoch/loss"] for _, step, numbers in rows}
-    assert found == {record["step"]: pytest.approx(record["loss"]) for record in records}
-
-
-def test_wandb_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    records = two_parts(tmp_path, lambda: callbacks.Tracker("wandb", init={"mode": "offline"}))
-    wandb.teardown()
-    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len({path.name for path in files}) == 1  # one id for both parts
-    content = b"".join(path.read_bytes() for path in files)
-    for record in records:
-        assert repr(record["loss"]).encode() in content
-        assert repr(record["validation_loss"]).encode() in content
-
-
 def test_mlflow_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -665,34 +602,6 @@ def test_mlflow_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 # --- Options ---
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: callbacks.EarlyStopping(patience=0),
-            r"EarlyStopping\(patience=0\): expected a whole number in",
-        ),
-        (
-            lambda: callbacks.EarlyStopping(mode="up"),
-            "EarlyStopping: unknown mode 'up'; known: auto, max, min",
-        ),
-        (lambda: callbacks.TimeLimit("soon"), "TimeLimit: expected a time such as '90 s'"),
-        (lambda: callbacks.TimeLimit("0 s"), "TimeLimit: expected a time"),
-        (lambda: callbacks.TimeLimit(3), "TimeLimit: expected a time"),
-        (lambda: callbacks.StopOnNaN(0), "StopOnNaN"),
-        (lambda: callbacks.ReduceOnPlateau(factor=1.0), r"ReduceOnPlateau\(factor=1.0\)"),
-        (lambda: callbacks.Adaptive(patience=0), r"Adaptive\(patience=0\)"),
-        (lambda: callbacks.LearningRateFinder(1.0, 0.1), "expected more than min_learning_rate=1.0"),
-        (lambda: callbacks.LearningRateFinder(steps=3), r"LearningRateFinder\(steps=3\)"),
-        (lambda: callbacks.WeightAverage(1.0), r"WeightAverage\(decay=1.0\)"),
-        (lambda: callbacks.Tracker("os"), "Tracker: unknown module 'os'; known: trackio, wandb"),
-    ],
-)
-def test_wrong_options(make: Any, message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        make()
 
 
 def test_a_measure_that_is_not_there() -> None:
@@ -776,56 +685,7 @@ def test_a_class_of_your_own(
     assert "callbacks.no: expected a graphopt.Callback, found dict" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        (
-            "+callbacks.early=3",
-            "callbacks: unknown callback 'early', nearest: 'early_stopping'; known: adaptive",
-        ),
-        (
-            "callbacks.early_stopping={patiense: 3}",
-            "callbacks.early_stopping: unknown field 'patiense', nearest: 'patience'; known: min_",
-        ),
-        (
-            "callbacks.early_stopping={patience: x}",
-            "callbacks.early_stopping.patience: expected int, found 'x'",
-        ),
-        ("callbacks.early_stopping={patience: 0}", "EarlyStopping(patience=0): expected a whole number"),
-        ("callbacks.time_limit=soon", "TimeLimit: expected a time"),
-        ("callbacks.jsonl=true", "callbacks.jsonl.path: expected a value, found none"),
-        (
-            "callbacks.csv=metrics.jsonl",
-            "callbacks.csv.path: expected a name that the run's own files do not have",
-        ),
-        ("callbacks.csv=./checkpoints/x", "callbacks.csv.path: expected a name that the run's own files"),
-        ("callbacks.tracker=os", "Tracker: unknown module 'os'"),
-        ("callbacks=3", "callbacks: expected a mapping of callbacks, found 3"),
-    ],
-)
-def test_wrong_callbacks_in_a_recipe(
-    here: Path, capsys: pytest.CaptureFixture[str], field: str, message: str
-) -> None:
-    assert cli.main([*RUN, field]) == 1
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert not (here / "out/metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_an_interrupted_command_continues_with_its_callbacks(here: Path) -> None:
-    used = ["callbacks.csv={path: log.csv, log_steps: true}", "callbacks.weight_average=0.9"]
-    used += ["callbacks.reduce_on_plateau={patience: 1, min_delta: 0.5}"]
-    assert cli.main([*RUN, *used]) == 0
-    (here / "mine").mkdir()
-    stop = "+callbacks.limit={_target_: graphopt.callbacks.TimeLimit, limit: 1e-9 s}"
-    assert cli.main([*RUN, *used, stop, "folder=half"]) == 1
-    assert cli.main([*RUN, *used, stop.replace("1e-9", ".000000001"), "folder=half"]) == 0
-    assert len(read_log("csv", here / "half/log.csv")) == 2
-    assert cli.main([*RUN, *used, "~callbacks.limit", "folder=half", "resume=half"]) == 0
-    assert alike(read_log("csv", here / "half/log.csv")) == alike(read_log("csv", here / "out/log.csv"))
-    whole, half = (graphopt.load(here / folder / "trained.onnx") for folder in ("out", "half"))
-    for name, value in whole.graph.initializers.items():
-        np.testing.assert_array_equal(
-            half.graph.initializers[name].const_value.numpy(), value.const_value.numpy()
-        )
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("callbacks_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("callbacks_mistakes", call, globals())

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from graphopt import GraphoptError, cli, data
+from graphopt import GraphoptError, data
 from graphopt.data import Category, Columns, Date, Number
 
 NUMBERS = np.random.default_rng(0).uniform(1000, 99_000, 40).round(2)
@@ -202,22 +202,3 @@ def test_files_of_another_format_are_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(GraphoptError, match=said):
         reader(str(tmp_path / name))
-
-
-def test_the_command_reads_what_its_error_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The words of an error, typed as they are, are understood by the command."""
-    monkeypatch.chdir(tmp_path)
-    cells = [
-        f"{i % 7},{'$' if i % 2 else '-$'}{i},500.5,{i % 28 + 1:02d}/03/2024,{'no' if i < 20 else 'yes'}"
-        for i in range(1, 40)
-    ]
-    cells = [f'{a},"{b},{c}",{d},{e}' for a, b, c, d, e in (line.split(",") for line in cells)]
-    Path("t.csv").write_text("a,pay,day,y\n" + "\n".join(cells) + "\n")
-    command = ["data=csv", "data.path=t.csv", "data.target=y", "fit.epochs=1", "quiet=true", "folder=run"]
-    assert cli.main([*command, "data.columns=auto"]) == 1
-    said = capsys.readouterr().err
-    (columns,) = re.findall(r"describe it, columns=(\{.*\}\})", said)
-    assert "pay: " in columns and "day: " in columns
-    assert cli.main([*command, f"data.columns={columns}"]) == 0

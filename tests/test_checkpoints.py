@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -23,6 +24,7 @@ from interruptions import StopAt, alike, same
 
 import graphopt
 import passes
+from graphopt import cli
 from graphopt.training.callbacks import Record, Run
 from graphopt.training.checkpoints import find, read
 
@@ -137,19 +139,6 @@ def test_another_graphs_checkpoint_is_refused(tmp_path: Path) -> None:
     assert all((other.state[name] == array).all() for name, array in before.items())
     with pytest.raises(graphopt.GraphoptError, match="expected seed 1 as in this run, found seed 0"):
         graphopt.fit(executor(), DATA, **OPTIONS, seed=1, checkpoint=tmp_path, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": "often"}, r"checkpoint.every: expected '100 steps'"),
-        ({"every": "0.5 steps"}, r"checkpoint.every"),
-        ({"keep": 0}, r"Checkpoints\(keep=0\): expected a whole number in \[1, inf\), found 0"),
-    ],
-)
-def test_wrong_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.Checkpoints(tmp_path, **options)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
@@ -345,7 +334,10 @@ def test_a_signal_saves_and_exits_with_the_usual_code(tmp_path: Path, number: st
 
 
 @pytest.mark.slow
-def test_a_second_run_in_a_folder_stops_before_it_writes(tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_stops_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     first = start(folder, "fit.epochs=100000", "fit.validation=null")
     while not (folder / "metrics.jsonl").exists():
@@ -353,17 +345,20 @@ def test_a_second_run_in_a_folder_stops_before_it_writes(tmp_path: Path) -> None
         time.sleep(0.02)
     lasting = {path: path.read_bytes() for path in [folder / "config.yaml", *folder.glob(".hydra/*")]}
     assert len(lasting) == 5
-    again = [sys.executable, "-m", "graphopt", *RECIPE, f"folder={folder}"]
-    second = subprocess.run(again, capture_output=True, text=True)
-    assert second.returncode == 1 and "found a run that is in progress there" in second.stderr
+    again = [*RECIPE, f"folder={folder}"]
+    assert cli.main(again) == 1 and "found a run that is in progress there" in capsys.readouterr().err
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
-    third = subprocess.run(again, capture_output=True, text=True)
-    assert third.returncode == 1 and "expected a folder without a run" in third.stderr
-    other = start(folder, "fit.epochs=7").communicate()[1]
+    assert cli.main(again) == 1 and "expected a folder without a run" in capsys.readouterr().err
+    assert cli.main([*again, "resume=true", "fit.epochs=7"]) == 1
     assert (
         "run: expected a run of the same recipe, found one with fit.epochs=100000, fit.validation=null: "
-        in other
+        "continue it with resume=run, or choose another" in capsys.readouterr().err
     )
-    assert "continue it with resume=run, or choose another" in other
     assert lasting == {path: path.read_bytes() for path in lasting}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("checkpoints_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str, tmp_path: Path) -> None:
+    messages.refused("checkpoints_mistakes", call, {**globals(), "tmp_path": tmp_path})

@@ -91,12 +91,6 @@ def test_a_private_run_records_epsilon() -> None:
 
 
 @pytest.mark.slow
-def test_a_validation_file() -> None:
-    assert cli.main([*MINE, "fit.validation=train.npz"]) == 0
-    assert lines("out/metrics.jsonl")[-1]["step"] == 4
-
-
-@pytest.mark.slow
 def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert cli.main(["run=compile", "model=my.onnx", "folder=out"]) == 0
@@ -243,25 +237,6 @@ def test_a_full_disk_names_the_file(
     assert re.search(r"error: out/\S+: No space left on device$", capsys.readouterr().err)
 
 
-@pytest.mark.slow
-def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = ["-m", *MINE, "optimizer=sgd,adamw", "optimizer.learning_rate=1e-3,1e-2"]
-    assert cli.main(sweep) == 0
-    said = capsys.readouterr().out
-    table = [line.split() for line in re.findall(r"^ \d .*$", said, re.MULTILINE)]
-    options = {run: [optimizer, rate] for run, *_, optimizer, rate, _, _, _, _ in table}
-    assert options == {
-        "0": ["sgd", "0.001"],
-        "1": ["sgd", "0.01"],
-        "2": ["adamw", "0.001"],
-        "3": ["adamw", "0.01"],
-    }
-    losses = [float(row[-4]) for row in table]
-    assert losses == sorted(losses) and [row[1] == "best" for row in table] == [True, False, False, False]
-    assert said.rstrip().endswith("written   out/compare.html")
-    assert [Path(f"out/{i}/trained.onnx").exists() for i in range(4)] == [True] * 4
-
-
 def test_a_table_in_a_pipe_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"optimizer.groups_of_a_long_name_{i}" for i in range(30)]
     for run in range(2):
@@ -298,16 +273,6 @@ def test_a_run_that_diverges_late_leaves_the_last_good_weights(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_a_folder_of_one_s_own() -> None:
-    Path("mine/experiment").mkdir(parents=True)
-    Path("mine/experiment/own.yaml").write_text(
-        "# @package _global_\ndefaults: [override /optimizer: sgd]\nfit: {epochs: 1}\n"
-    )
-    assert cli.main(["--config-dir", "mine", "experiment=own", *MINE[:4]]) == 0
-    assert yaml.safe_load(Path("out/config.yaml").read_text())["optimizer"]["_target_"] == "passes.SGD"
-
-
-@pytest.mark.slow
 def test_none_leaves_out_what_an_experiment_sets() -> None:
     arguments = ["experiment=text_transformer", "schedule=none", "run=compile", "folder=out"]
     assert cli.main([*arguments, "data.characters=2000"]) == 0
@@ -324,138 +289,6 @@ def test_a_recipe_that_names_a_class_needs_no_option(chosen: list[str], ranks: b
     assert any("lora" in name for name in names) == ranks
 
 
-def save(name: str, x: np.ndarray = X, target: np.ndarray = LABELS) -> None:
-    np.savez(name, x=x, target=target)
-
-
-REFUSED = {
-    "no model": (
-        ["model=none.onnx"],
-        "model 'none.onnx': no such file; built-in: linear, mlp, cnn, transformer",
-    ),
-    "not ONNX": (["model=train.npz"], "train.npz: expected an ONNX model"),
-    "names": (["data.path=names.npz"], "expected arrays 'x', 'target', found 'images', 'target'"),
-    "shapes": (["data.path=shapes.npz"], "data 'x': expected rows of shape [4], found [3]"),
-    "types": (["data.path=types.npz"], "data 'target': expected int64, found float64"),
-    "rows": (
-        ["data.path=rows.npz"],
-        "expected the same number of rows in every array, found 'x' 60, 'target' 59",
-    ),
-    "NaN": (["data.path=nan.npz"], "found NaN in row 17; set allow_nan to train"),
-    "huge": (["data.path=huge.npz"], "numbers in the range of float32, found 1e+300 in row 17: divide it"),
-    "labels": (["data.path=labels.npz"], "data 'target': expected labels from 0 to 2, found 3"),
-    "empty": (["data.path=empty.npz"], "data: expected rows, found none"),
-    "missing": (["data.path=missing.npz"], "missing.npz: no such file"),
-    "missing, by a schedule": (["data.path=missing.npz", "schedule=cosine"], "missing.npz: no such file"),
-    "a value to set": (
-        ["data=csv", "data.path=???"],
-        "data.path: expected a value, found none: set data.path=...",
-    ),
-    "a value that is gone": (["~data.path"], "data.path: expected a value, found none: add +data.path=..."),
-    "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adafactor, adagrad, adam, adamw"),
-    "group": (
-        ["optimizr=adam"],
-        "unknown option 'optimizr', nearest: 'optimizer'; known: accumulate, adapter, augment, average, base_name",
-    ),
-    "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1"),
-    "added field": (
-        ["+optimizer.lr=1"],
-        "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1",
-    ),
-    "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),
-    "group of parameters": (
-        ["optimizer.groups=[{pattern: w}]"],
-        "optimizer.groups: expected a list of Group, each {_target_: passes.Group, ...}",
-    ),
-    "groups that are numbers": (["optimizer.groups=[1]"], "optimizer.groups: expected a list of Group"),
-    "a number for a function": (["loss=custom", "loss.function=3"], "loss.function: expected Callable"),
-    "losses that are texts": (
-        ["pipeline.loss={_target_: passes.Losses, losses: {y: x}}"],
-        "pipeline.loss.losses: expected Mapping[str, Loss]",
-    ),
-    "one of several values": (
-        ["launcher=local", "launcher.statistics=global"],
-        "launcher.statistics: expected 'synchronized' or 'local', found 'global'",
-    ),
-    "fit": (["fit.epochs=many"], "fit.epochs: expected int, found 'many'"),
-    "share": (["fit.validation=2"], "validation: expected a share of the rows"),
-    "run": (
-        ["run=fly"],
-        "unknown run 'fly'; known: artifacts, calibrate, check, compare, compile, derive, evaluate, explain, export, "
-        "generate, hosts, predict, report, train",
-    ),
-    "a word": (
-        ["fly"],
-        "fly: expected train, evaluate, predict, calibrate, generate, compile, hosts, artifacts, derive, explain, "
-        "report, check, export, compare, tune, doctor, FILE.onnx or FIELD=VALUE, such as model=fly",
-    ),
-    "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
-    "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),
-    "a folder of recipes": (
-        ["--config-dir", "none"],
-        "--config-dir: expected a folder of recipes, found 'none'",
-    ),
-    "a kind of run that is a list": (["run=[a]"], "run: expected a name, found ['a']"),
-    "a built-in model that is a number": (
-        ["models.mlp=3"],
-        "models.mlp: expected a mapping of fields, found 3",
-    ),
-    "an interpolation that does not end": (["loss.output='\\${'"], ""),
-    "a seed of a built-in model": (["model=mlp", "fit.seed=-1"], "seed=-1): expected a whole number in"),
-    "nothing to complete": (["-sc"], "--shell-completion: expected install=SHELL"),
-    "syntax": (
-        ["optimizer=[adam"],
-        "optimizer=[adam: expected FIELD=VALUE, found what Hydra cannot read: close its brackets",
-    ),
-    "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'tpu'"),
-    "code": (
-        ["loss._target_=os.system"],
-        "loss._target_: expected graphopt's own or trusted code, found 'os.system'",
-    ),
-    "code behind ours": (
-        ["loss._target_=graphopt.graph.loading.os.unlink"],
-        "loss._target_: unknown name 'graphopt.graph.loading.os.unlink'; known: passes.Accumulate",
-    ),
-    "function": (
-        ["loss=custom", "loss.function=os:system"],
-        "loss.function: expected graphopt's own or trusted",
-    ),
-    "folder": (["folder=my.onnx/x"], "Not a directory"),
-    "Hydra's logging": (
-        ["hydra.hydra_logging.root.level=loud"],
-        "hydra: expected a config that Hydra can run",
-    ),
-    "limit": (["limits.nodes=2"], "found 3: limits.nodes=3 allows it"),
-    "limit's value": (["limits.nodes=many"], "limits.nodes: expected int, found 'many'"),
-    "limit's interval": (["limits.depth=-1"], "Limits(depth=-1): expected a whole number in [0, inf)"),
-    "a limit of 400 digits": (
-        [f"limits.depth=1{'0' * 400}"],
-        "limits.depth: expected a number of at most 39 digits",
-    ),
-    "unknown limit": (["+limits.seconds=3"], "limits: unknown field 'seconds'; known: constant_bytes"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> None:
-    np.savez("names.npz", images=X, target=LABELS)
-    save("shapes.npz", x=X[:, :3])
-    save("types.npz", target=LABELS.astype(np.float64))
-    save("rows.npz", target=LABELS[:-1])
-    save("nan.npz", x=np.where(np.arange(60)[:, None] == 17, np.nan, X))
-    save("huge.npz", x=np.where(np.arange(60)[:, None] == 17, np.float64(1e300), X))
-    save("labels.npz", target=LABELS + 1)
-    save("empty.npz", x=X[:0], target=LABELS[:0])
-    arguments, error = REFUSED[case]
-    assert cli.main([*MINE, *arguments]) == 1
-    said = capfd.readouterr()
-    assert said.err.startswith("graphopt: error: ")
-    assert said.err.count("\n") == 1
-    assert error in said.err
-    left = set(os.listdir("out")) if Path("out").is_dir() else set()
-    assert left <= {".hydra", ".lock", "graphopt.log"}
-
-
 @pytest.mark.slow
 def test_too_little_memory_is_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -466,15 +299,6 @@ def test_too_little_memory_is_one_line(
     monkeypatch.setattr("graphopt.cli.train.fit", full)
     assert cli.main(MINE) == 1
     assert capfd.readouterr().err.startswith("graphopt: error: out of memory: Unable to allocate")
-
-
-@pytest.mark.slow
-def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    Path("own_losses.py").write_text("def absolute(op, p, t):\n    return op.Abs(p - t)\n")
-    monkeypatch.syspath_prepend(here)
-    np.savez("train.npz", x=X, target=X[:, :3])
-    assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute"]) == 1
-    assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute", "trust=[own_losses]"]) == 0
 
 
 @pytest.mark.slow
@@ -572,11 +396,6 @@ def test_trained_onnx_has_the_weights_of_the_best_epoch(
         )
 
 
-def test_an_export_that_is_neither_best_nor_last(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["folder=out", "fit.export=bst"]) == 1
-    assert "unknown fit.export 'bst', nearest: 'best'; known: best, last" in capsys.readouterr().err
-
-
 def test_a_head_has_as_many_outputs_as_the_data_has_classes() -> None:
     np.savez("train.npz", x=X, target=np.arange(60) % 7)
     assert cli.main([*MINE, "adapter=head"]) == 0
@@ -584,14 +403,3 @@ def test_a_head_has_as_many_outputs_as_the_data_has_classes() -> None:
     np.savez("train.npz", x=X, target=X[:, :2])  # columns of numbers
     assert cli.main([*MINE, "adapter=head", "loss=mean_squared_error", "folder=other"]) == 0
     assert onnxruntime.InferenceSession("other/trained.onnx").get_outputs()[0].shape[1] == 2
-
-
-def test_compare_of_two_runs_names_the_folder_above_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("runs/a", "runs/b"):
-        Path(name).mkdir(parents=True)
-    assert cli.main(["compare", "runs/a", "runs/b"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("found runs/a, runs/b: name the one above them, graphopt compare runs")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from builders import model
+from twins import descended
 
 import graphopt
 import passes
-from graphopt import cli
 from graphopt.training.evaluation import evaluate
 
 RNG = np.random.default_rng(0)
@@ -176,9 +176,7 @@ def test_a_recognizer_trains_as_in_pytorch(options: dict[str, Any]) -> None:
         scores = network(images).log_softmax(2).transpose(0, 1)
         loss = F.ctc_loss(scores, target.clamp(0), torch.full((6,), 12), (target >= 0).sum(1))
         np.testing.assert_allclose(reported["loss"], loss.item(), rtol=2e-5)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
     y = graphopt.run(executor.trained(), {"x": images.numpy()})["y"]
     np.testing.assert_allclose(y, network(images).detach().numpy(), atol=5e-5)
 
@@ -190,23 +188,7 @@ def test_evaluation_reports_the_loss_alone() -> None:
     np.testing.assert_allclose(found["loss"], twin(TARGET, np.full(ROWS, STEPS))[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"axis": 1}, r"CTC\(axis=1, time_axis=1\): expected two of three axes"),
-        ({"blank": 6}, r"CTC\(blank=6\): expected one of the classes of 'y', found 6 classes"),
-    ],
-)
-def test_options_that_do_not_suit_the_prediction_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        step_of(passes.CTC(**options))
-
-
-@pytest.mark.slow
-def test_the_command_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    onnx.save(network((0, 1, 2)), "y.onnx")
-    np.savez("data.npz", x=np.tile(X, (4, 1, 1)), target=np.tile(TARGET, (4, 1)))
-    data = ["data=npz", "data.path=data.npz"]
-    assert cli.main(["y.onnx", *data, "loss=ctc", "fit.epochs=2", "hydra.run.dir=run"]) == 0
-    assert cli.main(["evaluate", "folder=run", *data]) == 0
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("ctc_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("ctc_mistakes", call, globals())

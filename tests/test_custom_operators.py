@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime_extensions
@@ -48,24 +49,6 @@ def test_what_follows_a_custom_operator_trains(options: dict[str, object]) -> No
     np.testing.assert_allclose(executor.parameters["w"], weight, rtol=1e-5)
 
 
-def test_without_its_library_the_option_is_named() -> None:
-    with pytest.raises(
-        graphopt.GraphoptError, match="name the library of this custom operator with custom_ops"
-    ):
-        graphopt.Executor(step(model()))
-
-
-def test_an_output_without_a_declared_type_is_refused() -> None:
-    with pytest.raises(graphopt.GraphoptError, match=r"'inverse'.* or its type and shape in value_info"):
-        step(model(declared=""))
-
-
-@pytest.mark.parametrize("library", ["missing.so", __file__])
-def test_a_file_that_is_no_library_is_refused(library: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match="custom_ops: expected a library of custom operators"):
-        graphopt.Device("cpu", custom_ops=library)
-
-
 @pytest.mark.slow
 def test_the_command_line_names_a_library_and_a_recipe_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -91,3 +74,9 @@ def test_the_command_line_names_a_library_and_a_recipe_does_not(
     )
     assert cli.main(["--config-dir", ".", "experiment=theirs", *options]) == 1
     assert "executor.custom_ops: expected it on the command line alone" in capfd.readouterr().err
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("custom_operators_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("custom_operators_mistakes", call, globals())

@@ -5,6 +5,7 @@ The rest is the part of the file behind the encoders, which `onnx.utils.extract_
 
 import dataclasses
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime
@@ -183,26 +184,6 @@ def test_a_string_that_nothing_reads_is_fed_and_ignored():
     assert [x.name for x in executor.trained().graph.input] == ["s", "x"]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"s": np.array([["a"], ["b"]])}, r"input 's': expected shape \[N\], found \[2, 1\]"),
-        ({"s": np.array([0.5, 1.0])}, r"input 's': expected strings, found .*0\.5"),
-        (
-            {"s": np.array(["a", None], object)},
-            r"input 's': expected strings, found None: write missing ones as ''",
-        ),
-        ({"k": None}, "input 'k': missing; found s, x"),
-    ],
-)
-def test_strings_of_another_form_are_refused(given, expected):
-    whole = whole_of(CASES["numbers among strings"])
-    executor = graphopt.Executor(graphopt.compile(whole, **STEPS), native=False)
-    feeds = {name: x for name, x in {**batch_of(2), **given}.items() if x is not None}
-    with pytest.raises(GraphoptError, match=expected):
-        executor.predict(feeds)
-
-
 def test_fit_takes_arrays_of_strings_and_refuses_numbers(tmp_path):
     graphopt.save(graphopt.compile(whole_of(CASES["LabelEncoder"]), **STEPS), tmp_path / "step.onnx")
     data = {**batch_of(40), "target": np.zeros((40, 3), np.float32)}
@@ -353,15 +334,6 @@ def test_the_command_reads_the_columns_that_the_file_takes(tmp_path, monkeypatch
     assert main(["check", *overrides[:-1], "folder=checked"]) == 0
 
 
-def test_the_command_checks_whole_numbers_of_a_table(tmp_path, monkeypatch):
-    """The rows of a table have the types of its cells, and a check those of the graph."""
-    monkeypatch.chdir(tmp_path)
-    from graphopt.cli.command import main
-
-    (tmp_path / "t.csv").write_text("a,b,target\n" + "".join(f"{i},{i % 5},{i % 2}\n" for i in range(20)))
-    assert main(["check", "model=mlp", "data=csv", "data.path=t.csv", "loss=cross_entropy"]) == 0
-
-
 def test_a_trainer_takes_strings():
     whole = whole_of(CASES["OneHotEncoder"])
     trainer = graphopt.Trainer(whole, max_iter=3, **STEPS)
@@ -371,3 +343,9 @@ def test_a_trainer_takes_strings():
     np.testing.assert_allclose(predicted, outputs(trainer.get_trained_onnx(), X)["y"], rtol=1e-5)
     np.testing.assert_allclose(trainer.losses(X, y), np.square(predicted).mean(1), rtol=1e-4)
     assert np.isfinite(trainer.score(X, y))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("encoders_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("encoders_mistakes", call, globals())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import joblib
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -33,11 +34,11 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MaxAbsScaler, OneHotEncoder, StandardScaler, scale
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from twins import descended
 
 import graphopt
 import passes
 from graphopt import models
-from graphopt.runtime.state_buffers import _finite_check
 
 OPTIONS: dict[str, Any] = {"max_iter": 8, "random_state": 0}
 SOLVERS = [
@@ -407,15 +408,6 @@ def test_a_model_keeps_its_own_outputs_apart_from_the_predictor() -> None:
     assert list(again.fit(X[:300].reshape(-1, 1, 8, 8).astype(np.float32), y[:300]).classes_) == [*range(10)]
 
 
-@pytest.mark.parametrize(
-    "export", [lambda c: c.to_onnx("int8"), lambda c: graphopt.to_onnx(c, X_IRIS, "int8")]
-)
-def test_an_unknown_type_is_one_line(export: Any) -> None:
-    classifier = graphopt.OnnxClassifier(max_iter=1).fit(X_IRIS, Y_IRIS)
-    with pytest.raises(graphopt.GraphoptError, match="unknown dtype 'int8'; known: float32, float64"):
-        export(classifier)
-
-
 # --- Models from elsewhere ---
 
 
@@ -454,9 +446,7 @@ def test_an_adapter_trains_as_pytorch_trains_it() -> None:
         logits = torch.relu(hidden) @ w["layers.2.weight"] + w["layers.2.bias"]
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(Y_IRIS)))
         if len(losses) <= 20:
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+            descended(losses[-1], optimizer)
     options = {"solver": passes.AdamW(0.05), "batch_size": 150, "max_iter": 20, "alpha": 0.0}
     ours = graphopt.OnnxClassifier(base, adapter=lora, **options).fit(X, Y_IRIS)
     np.testing.assert_allclose(ours.loss_curve_, [x.item() for x in losses[:20]], rtol=2e-5)
@@ -508,87 +498,8 @@ def test_a_second_fit_keeps_the_executor_and_starts_anew() -> None:
     np.testing.assert_allclose(ours.loss_curve_, theirs.loss_curve_, rtol=1e-6)
 
 
-def test_a_model_of_another_size_is_one_line() -> None:
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^model: expected an output for each of 3 labels, found 5"
-    ):
-        graphopt.OnnxClassifier(models.mlp((4,), 5), **OPTIONS).fit(X_IRIS.astype(np.float32), Y_IRIS)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (
-            {"adapter": passes.LoRA("*")},
-            "adapter: expected a model whose weights it adapts, found a new perceptron",
-        ),
-        ({"adapter": passes.LoRA}, r"adapter: expected a pass, found the class LoRA: create it"),
-        ({"solver": "lion"}, "unknown solver 'lion'; known: adam, sgd"),
-        ({"activation": "gelu"}, "unknown activation 'gelu'"),
-        ({"alpha": -1.0}, r"alpha=-1.0\): expected a number in \[0, inf\)"),
-        ({"batch_size": 0}, "batch_size: expected 'auto', or 1 or more, found 0"),
-        ({"validation_fraction": 1.5, "early_stopping": True}, "validation_fraction"),
-        ({"loss": "hinge"}, "unknown loss 'hinge'; known: poisson, squared_error"),
-    ],
-)
-def test_wrong_options_are_one_line(options: dict[str, Any], error: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=error) as found:
-        graphopt.OnnxRegressor(**options).fit(X_DIABETES, Y_DIABETES)
-    assert "\n" not in str(found.value)
-
-
 TEXT = np.array([["Rome", "1"]] * len(X_IRIS), dtype=object)
 TRAINER = graphopt.Trainer(models.mlp((4,), 3), loss=passes.CrossEntropy(), max_iter=1)
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (
-            lambda: graphopt.OnnxClassifier((100,)).fit(X_IRIS, Y_IRIS),
-            r"^model: .*write hidden_layer_sizes=\(100,\)",
-        ),
-        (
-            lambda: graphopt.OnnxClassifier(loss="mse").fit(X_IRIS, Y_IRIS),
-            "^loss: expected a loss pass, or None",
-        ),
-        (
-            lambda: graphopt.OnnxClassifier(solver=passes.Adam).fit(X_IRIS, Y_IRIS),
-            "^solver: .*create it, Adam",
-        ),
-        (
-            lambda: graphopt.OnnxClassifier(learning_rate=0.1).fit(X_IRIS, Y_IRIS),
-            "learning_rate_init is the rate",
-        ),
-        (lambda: graphopt.OnnxClassifier().fit(TEXT, Y_IRIS), "^X: expected numbers, found text: encode it"),
-        (lambda: graphopt.OnnxClassifier().fit(np.nan * X_IRIS, Y_IRIS), "contains NaN.*SimpleImputer"),
-        (
-            lambda: graphopt.OnnxClassifier().fit(X_IRIS[:, 0], Y_IRIS),
-            r"^X: expected a 2D array .* found shape \[150\]",
-        ),
-        (lambda: graphopt.OnnxRegressor().fit(X_IRIS, TEXT[:, 0]), "^y: expected numbers, found text"),
-        (lambda: graphopt.OnnxRegressor().fit(X_IRIS, NAMES), "^y: expected numbers, found text"),
-        (lambda: graphopt.to_onnx(models.mlp((4,), 3), X_IRIS), "^to_onnx: expected a fitted estimator"),
-        (lambda: clone(TRAINER).fit(X_IRIS, NAMES), "^target: expected numbers, found text such as 'setosa'"),
-        (
-            lambda: clone(TRAINER).fit(TEXT.astype(str), Y_IRIS),
-            "^X: expected numbers, found text such as 'Rome'",
-        ),
-    ],
-)
-def test_wrong_data_is_one_line(call: Any, error: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=error) as found:
-        call()
-    assert "\n" not in str(found.value)
-
-
-def test_a_table_s_columns_of_text_are_named() -> None:
-    pandas = pytest.importorskip("pandas")
-    table = pandas.DataFrame({"age": [1.0, 2.0], "city": ["Bonn", "Rome"]})
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^X: expected numbers, found text in 'city': encode it"
-    ):
-        graphopt.OnnxClassifier().fit(table, [0, 1])
 
 
 def test_one_label_alone_is_a_warning() -> None:
@@ -671,12 +582,7 @@ def test_only_long_trainings_compile_kernels(monkeypatch: Any) -> None:
     assert graphopt.OnnxClassifier(max_iter=1, **wide).fit(X_IRIS, Y_IRIS)._running().options.native is None
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_state_is_checked_to_its_last_number(dtype: Any) -> None:
-    state = np.zeros(20_001, dtype)
-    is_finite = _finite_check(graphopt.Device("cpu"), {}, [state])
-    assert is_finite()
-    for i in (0, 10_000, 20_000):
-        state[i] = np.nan
-        assert not is_finite()
-        state[i] = 0
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("estimators_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("estimators_mistakes", call, globals())

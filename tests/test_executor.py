@@ -9,7 +9,9 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime
@@ -293,19 +295,6 @@ def test_evaluate_and_predict_leave_the_state(executor):
     np.testing.assert_allclose(executor.step(x=X, target=T)["loss"], loss, rtol=1e-6)
 
 
-def test_the_trained_model_has_the_names_and_the_predictions():
-    executor = graphopt.Executor(compiled(sort=passes.SortInitializers(rename="{index}_{name}")))
-    for _ in range(5):
-        executor.step(x=X, target=T)
-    trained = executor.trained()
-    onnx.checker.check_model(trained, full_check=True)
-    assert {t.name for t in trained.graph.initializer} == {t.name for t in mlp().graph.initializer}
-    assert [v.name for v in trained.graph.input] == ["x"]
-    assert [v.name for v in trained.graph.output] == ["y"]
-    assert "graphopt" not in str(trained)
-    np.testing.assert_allclose(outputs(trained, {"x": X})["y"], executor.predict(x=X)["y"], rtol=1e-6)
-
-
 @pytest.mark.slow
 def test_an_executor_needs_the_file_alone(tmp_path):
     graphopt.save(compiled(), tmp_path / "step.onnx")
@@ -356,45 +345,12 @@ def test_a_loss_that_is_not_finite(policy):
     assert executor.steps == (2 if policy == "warn" else 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"provider_options": {"enable_cuda_graph": 1}}, "write graph_capture=True"),
-        ({"device": "tpu"}, "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'tpu'"),
-        ({"device": "cpu:1"}, "found 'cpu:1'"),
-        ({"on_nonfinite": "explode"}, "expected 'raise', 'warn' or 'skip'"),
-        ({"report": ["accuracy"]}, r"^report: unknown outputs \['accuracy'\]; the graph has loss, y"),
-        *(
-            ({"report": report}, "^report: (expected names of|unknown) outputs")
-            for report in ("loss", 3, [1, "a"], b"x")
-        ),
-        ({"provider": "vulkan"}, "expected a provider of the installed ONNX Runtime: .*CPUExecutionProvider"),
-        ({"graph_capture": True}, "graph_capture: expected device 'cuda' or 'webgpu' and its own"),
-    ],
-)
-def test_options_that_do_not_exist(options, message):
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.Executor(compiled(), **options)
-
-
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_a_missing_gpu_is_named():
     with pytest.raises(
         graphopt.GraphoptError, match=r"device 'cuda:0': (expected|CUDAExecutionProvider did not start)"
     ):
         graphopt.Executor(compiled(), device="cuda:0")
-
-
-def test_an_inference_model_is_no_training_graph():
-    with pytest.raises(graphopt.GraphoptError, match="expected a training graph"):
-        graphopt.Executor(mlp())
-
-
-def test_the_graph_that_an_executor_holds_has_no_state(executor):
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^step: expected a training graph with its state, found 'fc0.bias'"
-    ):
-        graphopt.Executor(executor.model)
 
 
 def test_report_limits_what_comes_back():
@@ -714,17 +670,15 @@ def test_a_number_of_another_type_is_converted() -> None:
     assert executor.steps == 9
 
 
-def test_a_node_that_fails_at_run_time_is_one_line_of_ours():
-    proto = model("g (float[A,B] x, float[C,D] y) => (float[E,F] z) { z = MatMul(x, y) }")
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^onnxruntime stopped: [^\n]*dimension mismatch[^\n]*$"
-    ):
-        graphopt.run(proto, {"x": np.zeros((2, 3), np.float32), "y": np.zeros((2, 3), np.float32)})
-
-
 def test_an_output_that_is_an_input_has_memory_of_its_own():
     proto = model("g (float[N] x) => (float[N] x, float[N] y) { y = Neg(x) }")
     session, x = Session(graphopt.Device("cpu"), graphopt.load(proto)), np.ones(4, np.float32)
     found = session.run({"x": x})
     x[:] = 5
     np.testing.assert_array_equal(found, [[1] * 4, [-1] * 4])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("executor_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str, executor: Any) -> None:
+    messages.refused("executor_mistakes", call, {**globals(), "executor": executor})

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime
@@ -535,11 +536,6 @@ def test_what_no_file_records_is_refused(name: str, exporter: str) -> None:
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_control_flow_by_data_is_refused() -> None:
-    with pytest.raises(graphopt.GraphoptError, match="PyTorch's exporter refuses the module"):
-        graphopt.export(Function(data_dependent, a=L(4, 3)), drawn(Vector))
-
-
 def test_control_flow_that_a_trace_fixes_is_seen_by_other_rows() -> None:
     example = torch.tensor(
         [[1.0, 2, 3, 4], [-2.0, -3, -4, -5], [5.0, 1, 1, 1]]
@@ -552,25 +548,6 @@ def test_control_flow_that_a_trace_fixes_is_seen_by_other_rows() -> None:
             Function(lambda s, x: s.a(x) if x[0].sum() > 9 else -s.a(x), a=L(4, 3)),
             example,
             exporter="torchscript",
-        )
-
-
-def test_a_fixed_number_of_rows_is_refused() -> None:
-    with pytest.raises(graphopt.GraphoptError, match=r"^export: .*dynamic_shapes"):
-        graphopt.export(
-            Function(lambda s, x: s.a(x.view(8, 4)), a=L(4, 3)), drawn(Vector), exporter="torchscript"
-        )
-
-
-def test_a_length_that_a_trace_fixes_is_seen() -> None:
-    """The older exporter writes the number of steps of a Python loop."""
-    module = Function(lambda s, x: sum(s.a(row) for row in x.unbind(1)), a=L(4, 3))
-    with pytest.raises(graphopt.GraphoptError, match="'length'"):
-        graphopt.export(
-            module,
-            torch.randn(6, 5, 4),
-            exporter="torchscript",
-            dynamic_shapes={"x": {0: "batch", 1: "length"}},
         )
 
 
@@ -592,3 +569,9 @@ def test_control_flow_of_pytorch_is_recorded() -> None:
     x = drawn(Vector)
     (y,) = graphopt.run(model, {"x": x.numpy()}).values()
     np.testing.assert_allclose(y, module(x).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("export_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("export_mistakes", call, globals())

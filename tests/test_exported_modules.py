@@ -11,6 +11,7 @@ import pytest
 import torch
 from steps import exported as export
 from torch import nn
+from twins import descended
 
 import graphopt
 import passes
@@ -83,9 +84,7 @@ def check(module: nn.Module, proto: onnx.ModelProto, draw) -> graphopt.Executor:
         y = module(x)
         target = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
         loss = nn.functional.mse_loss(y, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
         assert executor.step(x=x.numpy(), target=target.numpy())["loss"] == pytest.approx(
             loss.item(), rel=1e-5
         )

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch_models
 from builders import model
+from twins import descended
 
 import graphopt
 import passes
-from graphopt import cli, models
+from graphopt import models
 from graphopt.errors import GraphoptError
 from graphopt.training import features
 from passes.parts.features import cut_features
@@ -125,9 +126,7 @@ def test_a_layer_behind_frozen_ones_trains_as_in_pytorch() -> None:
             loss = torch.nn.functional.cross_entropy(
                 network(torch.tensor(X[rows])), torch.tensor(LABELS[rows])
             )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descended(loss, optimizer)
     assert names == ["weight", "bias"]
     for name, w in network[-1].named_parameters():
         np.testing.assert_allclose(executor.parameters[f"6.{name}"], w.detach().numpy(), rtol=1e-4, atol=1e-6)
@@ -234,23 +233,3 @@ def test_an_interrupted_run_continues_bit_for_bit(tmp_path: Path) -> None:
     trained(3, "half")
     again = trained(6, "half", resume=True)
     assert all((again[name] == whole[name]).all() for name in whole)
-
-
-@pytest.mark.slow
-def test_the_command_trains_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    graphopt.save(models.cnn((3, 8, 8), 9), "base.onnx")
-    np.savez("data.npz", x=X, target=LABELS)
-    run = [
-        "base.onnx",
-        "data=npz",
-        "data.path=data.npz",
-        "adapter=head",
-        "fit.epochs=3",
-        "executor.native=false",
-    ]
-    assert cli.main([*run, "folder=one", "fit.cache_features=true"]) == cli.main([*run, "folder=two"]) == 0
-    one, two = (graphopt.run(f"{folder}/trained.onnx", {"x": X}) for folder in ("one", "two"))
-    for name, y in two.items():
-        np.testing.assert_allclose(one[name], y, rtol=1e-4, atol=1e-6)
-    assert cli.main(["evaluate", "folder=one"]) == 0

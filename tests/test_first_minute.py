@@ -6,7 +6,6 @@ import json
 import pickle
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -254,32 +253,6 @@ def test_held_out_rows_are_not_transformed_and_those_that_train_are_all() -> Non
     assert len(held_out) == 12
 
 
-def moved(batch: dict[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Move each image by up to 0.3 pixels, as the guide does."""
-    x = batch["x"]
-    for axis in (2, 3):
-        by = random.uniform(-0.3, 0.3, (len(x), 1, 1, 1)).astype("float32")
-        x = (1 - abs(by)) * x + np.where(by > 0, by * np.roll(x, 1, axis), -by * np.roll(x, -1, axis))
-    return {**batch, "x": x}
-
-
-@pytest.mark.slow
-def test_augmentation_lifts_the_held_out_accuracy() -> None:
-    digits = graphopt.data.digits()
-    step = graphopt.compile(models.mlp((1, 8, 8), 10), loss=passes.CrossEntropy(), optimizer=passes.AdamW())
-    means = []
-    for transform in (None, moved):
-        options: dict[str, Any] = {
-            "epochs": 60,
-            "validation": 0.9,
-            "validation_every": 60,
-            "transform": transform,
-        }
-        runs = [graphopt.fit(graphopt.Executor(step, threads=1), digits, seed=i, **options) for i in range(6)]
-        means.append(np.mean([records[-1]["accuracy"] for records in runs]))
-    assert means[1] > means[0] + 0.003
-
-
 # --- Progress ---
 
 
@@ -302,14 +275,6 @@ def test_a_terminal_shows_progress_once(
     assert capsys.readouterr().out.count("epoch 2/2  loss") == 1
     graphopt.Trainer(MODEL, loss=passes.CrossEntropy(), max_iter=1).fit(X, Y)
     assert capsys.readouterr().out == ""
-
-
-def test_a_notebook_shows_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    graphopt.fit(executor(), (X, Y), epochs=2)
-    assert "epoch 2/2" in capsys.readouterr().out
 
 
 # --- What a session shows ---
@@ -372,28 +337,6 @@ def test_a_summary_counts_what_trains() -> None:
     assert lines[-1] == ["58", "parameters,", "of", "which", "18", "train"]
     assert str(graphopt.summary(graphopt.Executor(frozen, native=False))) == str(graphopt.summary(frozen))
     assert graphopt.summary(MODEL)._repr_html_().count("<tr>") == 4
-
-
-def test_a_summary_of_a_pytorch_model_has_pytorch_s_count() -> None:
-    torch = pytest.importorskip("torch")
-    network = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 4, 3),
-        torch.nn.BatchNorm2d(4),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(144, 3),
-    )
-    torch.onnx.export(
-        network.eval(),
-        (torch.zeros(2, 1, 8, 8),),
-        "torch.onnx",
-        dynamo=False,
-        do_constant_folding=False,
-        training=torch.onnx.TrainingMode.PRESERVE,
-    )
-    count = sum(x.numel() for x in network.parameters())
-    step = graphopt.compile("torch.onnx", loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
-    assert f"of which {count} train" in str(graphopt.summary(step))
 
 
 def test_the_bytes_of_a_file_are_a_model() -> None:

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 import steps
@@ -132,26 +133,6 @@ def test_the_rate_of_a_schedule_is_told() -> None:
     assert records[-1]["learning_rate"] == pytest.approx(0.1 / 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"epochs": -1}, r"^fit\(epochs=-1\): expected a whole number in \[0, inf\), found -1"),
-        ({"batch_size": 0}, r"^fit\(batch_size=0\): expected a whole number in \[1, inf\), found 0"),
-        ({"validation": 1.0}, "^validation: expected a share"),
-        ({"validation": 0.999}, "that leaves rows to train on"),
-    ],
-)
-def test_options_that_make_no_sense(options: dict[str, Any], error: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=error):
-        fit(executor(), DATA, **options)
-
-
-def test_an_executor_that_reports_nothing_makes_no_records() -> None:
-    silent = executor(report=[])
-    with pytest.raises(graphopt.GraphoptError, match=r"^report: expected an executor that reports its loss"):
-        fit(silent, DATA)
-
-
 def test_a_fixed_batch_must_fit() -> None:
     model = linear()
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 5
@@ -245,13 +226,7 @@ def test_the_thread_ends_where_training_stops() -> None:
         fit(executor(), DATA, prefetch=-1)
 
 
-@pytest.mark.parametrize("seed", [-1, -(2**63)])
-def test_a_negative_seed_is_refused(seed):
-    executor = graphopt.Executor(
-        graphopt.compile(mlp((4, 8, 3)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)), device="cpu"
-    )
-    data = {"x": np.ones((8, 4), np.float32), "target": np.zeros(8, np.int64)}
-    with pytest.raises(
-        graphopt.GraphoptError, match=rf"^fit\(seed={seed}\): expected a whole number in \[0, inf\)"
-    ):
-        fit(executor, data, seed=seed)
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("fit_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("fit_mistakes", call, globals())

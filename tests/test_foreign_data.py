@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 from builders import mlp
@@ -95,34 +96,6 @@ def test_types_of_columns() -> None:
     assert (np.asarray(exact.arrays["target"]) == X[:, 0]).all()
 
 
-@pytest.mark.parametrize(
-    ("columns", "error"),
-    [
-        ({"x": X[:0], "target": []}, "data: expected rows, found none"),
-        ({"image": X, "target": DATA["target"]}, "expected arrays 'x', 'target', found 'image', 'target'"),
-        ({"x": X[:, :2], "target": DATA["target"]}, r"data 'x': expected rows of shape \[3\], found \[2\]"),
-        (
-            {"x": [[1.0, 2, 3], [4, 5]], "target": [0, 1]},
-            "data 'x': expected float64 rows of shape .* found object",
-        ),
-        ({"x": X[:2], "target": [0, None]}, "data 'target': expected int64 rows .* found float"),
-        ({"x": X[:2], "target": ["a", "b"]}, "data 'target': expected int64, found <U1"),
-        ({"x": X[:2], "target": [0, 2]}, "data 'target': expected labels from 0 to 1, found 2 in row 1"),
-        ({"x": X[:2] * np.nan, "target": [0, 1]}, "data 'x': expected finite numbers, found NaN in row 0"),
-    ],
-)
-def test_hugging_face_data_sets_that_do_not_fit(columns: dict[str, Any], error: str) -> None:
-    with pytest.raises(GraphoptError, match=error) as raised:
-        graphopt.fit(executor(), hugging_face(columns), epochs=1, validation=None, shuffle=False)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_dictionary_of_data_sets_is_none() -> None:
-    datasets = pytest.importorskip("datasets")
-    with pytest.raises(GraphoptError, match="data 'train': expected an array of rows, found Dataset"):
-        graphopt.fit(executor(), datasets.DatasetDict(train=hugging_face()))
-
-
 def frame(library: Any, weight: bool = False) -> Any:
     columns = {f"feature_{i}": X[:, i] for i in range(3)}
     return library.DataFrame(
@@ -143,12 +116,6 @@ def test_a_data_frame_gives_the_bits_of_arrays(name: str) -> None:
     assert set(as_dataset(frame(library)[["feature_0", "feature_2"]]).arrays) == {"x"}
     with pytest.raises(GraphoptError, match="data: column 'kind', row 0: expected a number, found 'u'"):
         as_dataset(library.DataFrame({"kind": ["u", "v"], "target": [0, 1]}))
-
-
-def test_data_frames_with_two_columns_of_a_name() -> None:
-    pandas = pytest.importorskip("pandas")
-    with pytest.raises(GraphoptError, match="data: expected one column 'a', found 2"):
-        as_dataset(pandas.DataFrame([[1, 2, 3]], columns=["a", "a", "target"]))
 
 
 def test_what_has_rows() -> None:
@@ -186,3 +153,9 @@ def test_a_function_of_one_s_own_may_return_them_in_a_recipe(
     assert cli.main([*run, "data._target_=my_tables.table", "folder=one"]) == 0
     assert cli.main([*run, "data._target_=my_tables.batches", "folder=two"]) == 1
     assert "a DataFrame or a data set, found a list" in capsys.readouterr().err
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("foreign_data_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("foreign_data_mistakes", call, globals())

@@ -12,6 +12,7 @@ import torch
 import torch_models
 from builders import model
 from steps import assert_close, outputs
+from twins import descended
 
 import graphopt
 import passes
@@ -247,9 +248,7 @@ def test_a_squeeze_without_axes_trains_as_in_pytorch(kind, exporter):
         target = rng.standard_normal((rows, 1) if kind == "features" else (rows,)).astype(np.float32)
         prediction = network(torch.tensor(x))
         loss = (prediction.reshape(target.shape) - torch.tensor(target)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
         found = executor.step({"x": x, "target": target})
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert_close(executor.parameters, network.state_dict(), rtol=1e-4)

@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from steps import outputs
+from twins import descended
 
 import graphopt
 import passes
@@ -92,9 +93,7 @@ def test_a_hybrid_trains_as_pytorch_does_and_keeps_its_states() -> None:
         found, expected = executor.predict(x=x)["logits"], of_torch(torch.tensor(x), own)
         np.testing.assert_allclose(found, expected.detach(), rtol=1e-4, atol=2e-6)
         loss = torch.nn.functional.mse_loss(expected, torch.tensor(target))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
         losses.append((executor.step(x=x, target=target)["loss"], loss.item()))
     np.testing.assert_allclose(*np.transpose(losses), rtol=1e-5)
     file = executor.trained(into=proto)

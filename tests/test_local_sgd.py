@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -23,7 +24,7 @@ from steps import assert_close, assert_equal, exported, weights
 import graphopt
 import passes
 from graphopt.communicator import Communicator
-from passes.parts.halves import outer_update
+from passes.parts.halves import outer_update  # noqa: F401 - of a listing
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((96, 3)).astype(np.float32)
@@ -377,22 +378,6 @@ def test_a_worker_without_rows_waits_for_the_others(apart: bool) -> None:
         assert np.isfinite(ours["loss"])
 
 
-def test_workers_without_rows_train_together_with_the_others() -> None:
-    pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
-    halves = graphopt.split_step(pipeline, linear())
-
-    def work(workers: Communicator) -> tuple[float, dict[str, np.ndarray]]:
-        executor = graphopt.DataParallel(halves, communicator=workers)
-        data = {name: array[:2][workers.share(2)] for name, array in DATA.items()}
-        return executor.step(data)["loss"], executor.parameters
-
-    alone = graphopt.Executor(halves.step)
-    loss = alone.step({name: array[:2] for name, array in DATA.items()})["loss"]
-    for found, parameters in together(work, size=3):
-        assert found == pytest.approx(loss, rel=1e-6)
-        assert_close(parameters, alone.parameters, rtol=1e-7)
-
-
 def test_what_is_asked_for_and_checkpoints_wait_for_a_synchronisation(tmp_path: Path) -> None:
     class Asks(graphopt.Callback):
         def __init__(self) -> None:
@@ -416,18 +401,6 @@ def test_what_is_asked_for_and_checkpoints_wait_for_a_synchronisation(tmp_path: 
     assert asks.seen == [("evaluate", 4), ("save", 4), ("save", 8), ("evaluate", 8)]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sync_every": 0}, "sync_every: expected 1 or more, found 0"),
-        ({"in_place": True}, "in_place: expected an executor that drops no round"),
-    ],
-)
-def test_wrong_options_are_errors(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.LocalSGD(compiled(), **options)
-
-
 def test_workers_with_other_options_are_errors() -> None:
     step = compiled()
 
@@ -437,12 +410,6 @@ def test_workers_with_other_options_are_errors() -> None:
         return str(caught.value)
 
     assert "worker 1: expected sync_every 2 as worker 0 has, found 3" in together(work)[0]
-
-
-def test_a_graph_that_updates_nothing_is_an_error() -> None:
-    step = graphopt.compile(linear(), loss=passes.MeanSquaredError())
-    with pytest.raises(graphopt.GraphoptError, match="an outer step needs an optimizer's update, found none"):
-        outer_update(step, passes.SGD(1.0))
 
 
 # Real processes, which `mpiexec` starts.
@@ -554,3 +521,9 @@ def test_after_the_death_of_a_process_training_resumes_from_the_last_synchronisa
     assert first[0]["weights"] == second[0]["weights"] == synchronized[start]
     assert first[-1]["at"] == 30
     assert first[-1]["weights"] == second[-1]["weights"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("local_sgd_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("local_sgd_mistakes", call, globals())

@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -346,24 +347,6 @@ def test_a_loss_may_have_no_target():
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"targets": {"t": "int64"}}, "'t': expected a type and a shape such as int64"),
-        ({"targets": {"t": "float[N]"}}, "'t': expected a type and a shape such as int64.* types: float32"),
-        ({"targets": {"t": "int64[" + "9" * 50 + "]"}}, "'t': expected a type and a shape such as int64"),
-        ({"targets": {"t": "int64[\N{SUPERSCRIPT TWO}]"}}, "'t': expected a type and a shape such as int64"),
-        ({"targets": {"t": "int64[N,]"}}, "'t': expected a type and a shape such as int64"),
-        ({"targets": {"x": "int64[N]"}}, "'x'"),
-        ({"other_outputs": ["b"]}, "CustomLoss: output 'b'"),
-    ],
-    ids=str,
-)
-def test_names_and_types_of_a_custom_loss_are_checked(options, message):
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.compile(linear(4, 3), loss=passes.CustomLoss(traced_loss, **options))
-
-
 TWO = """g (float[N,2] x) => (float[N,2] a, float[N,2] b, int64[N] c) {
     a = MatMul(x, w)
     b = Add(a, v)
@@ -410,31 +393,6 @@ def test_a_target_tells_its_metric():
     }
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (lambda: passes.MeanSquaredError(reduction="max"), "expected 'mean', 'sum' or 'none', found 'max'"),
-        (
-            lambda: passes.CrossEntropy(axis=5),
-            r"CrossEntropy\(axis=5\): expected an axis of 'y', found that it has 2 axes",
-        ),
-        (
-            lambda: passes.CrossEntropy(axis=0),
-            r"axis=0\): expected the axis of the classes, found the axis of the rows",
-        ),
-        (lambda: passes.BinaryCrossEntropy(class_weights=(1.0,)), "expected 2 numbers, .* found 1"),
-        (lambda: passes.CrossEntropy(class_weights=(1.0,)), "expected 4 numbers, one per class, found 1"),
-        (
-            lambda: passes.MeanSquaredError(output="z"),
-            "output='z': expected the name of one floating-point output",
-        ),
-    ],
-)
-def test_a_loss_that_does_not_fit_is_refused(loss, message):
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        of(loss(), P.shape)
-
-
 def test_a_batch_in_which_no_row_counts_changes_nothing():
     step = graphopt.compile(
         linear(), loss=passes.MeanSquaredError(sample_weight=True), optimizer=passes.SGD(0.1)
@@ -444,3 +402,9 @@ def test_a_batch_in_which_no_row_counts_changes_nothing():
     x = np.ones((4, 3), np.float32)
     assert executor.step(x=x, target=x[:, :2], sample_weight=np.zeros(4, np.float32))["loss"] == 0
     assert_equal(executor.parameters, before)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("losses_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("losses_mistakes", call, globals())

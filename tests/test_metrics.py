@@ -225,11 +225,6 @@ def test_wrong_metrics(call: str) -> None:
     messages.refused("metrics_mistakes", call, globals())
 
 
-def test_binary_averages_need_two_classes() -> None:
-    with pytest.raises(graphopt.GraphoptError, match="expected classes 0 and 1, found 5"):
-        measured(CLASSES, {"f1": {"average": "binary"}}, *classified(0))
-
-
 def test_fit_and_evaluate_compute_metrics_of_held_out_rows() -> None:
     random = np.random.default_rng(0)
     X, target = random.standard_normal((40, 3)).astype(np.float32), random.integers(0, 2, 40)
@@ -288,14 +283,6 @@ def test_metrics_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert {"balanced_accuracy", "top_3_accuracy", "confusion_matrix", "share"} <= set(record)
     assert "accuracy" not in record
     assert "top 3 accuracy" in capsys.readouterr().out
-    for wrong, error in {
-        "[acuracy]": "nearest: 'accuracy'",
-        "[package_of_mine.share]": "expected graphopt's own or trusted code, found 'package_of_mine.share'",
-        "3": "fit.metrics: expected",
-        "[mae]": "mae: expected regression, found classification",
-    }.items():
-        assert cli.main([*run, "folder=wrong", f"fit.metrics={wrong}"]) == 1
-        found = capsys.readouterr().err
-        assert error in found
-        assert found.count("\n") == 1
-        assert not Path("wrong/trained.onnx").exists()
+    assert cli.main([*run, "folder=wrong", "fit.metrics=[package_of_mine.share]"]) == 1
+    assert "expected graphopt's own or trusted code, found 'package_of_mine.share'" in capsys.readouterr().err
+    assert not Path("wrong/trained.onnx").exists()

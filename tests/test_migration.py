@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime
@@ -202,30 +203,6 @@ def test_session_options_reach_the_runtime() -> None:
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            {"threads": 2},
-            "unknown session option 'threads', nearest: 'intra_op_num_threads'; known: .*intra_op_num_threads",
-        ),
-        (
-            {"inter_op_num_threads": "two"},
-            "session_options.inter_op_num_threads: expected another value, found",
-        ),
-        ({"optimized_model_filepath": "a"}, "unknown session option"),
-        ({"enable_profiling": True}, "unknown session option"),
-        ({"register_custom_ops_library": "a"}, "unknown session option"),
-        ({"session.optimized_model_external_initializers_file_name": "a"}, "unknown session option"),
-        ({"ep.context_file_path": "a"}, "unknown session option"),
-    ],
-    ids=str,
-)
-def test_session_options_that_are_unknown_or_about_files_are_refused(option: Any, message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        executor(session_options=option)
-
-
 def test_ort_values_come_out_where_they_are_asked_for() -> None:
     """Numbers as Python's, arrays as OrtValues, which go in again and to any package that speaks DLPack."""
     plain, values = executor(steps_per_call=3), executor(steps_per_call=3, as_numpy=False)
@@ -261,3 +238,9 @@ def test_the_adaptive_schedule_as_a_callback() -> None:
         falls = waited >= 2 and record["learning_rate"] > 1e-6
         assert after == pytest.approx(record["learning_rate"] / (5 if falls else 1), rel=1e-5)
         waited = 0 if falls else waited
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("migration_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("migration_mistakes", call, globals())

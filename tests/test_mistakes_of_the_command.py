@@ -54,6 +54,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "flat": {"x": x.reshape(200, 64)},
         "nan": {"x": np.where(x > 0.5, np.nan, x)},
         "big": {"target": target + 5},
+        "gap": {"target": np.where(target == 1, 0, target)},
+        "huge": {"x": np.where(x > 0.5, 1e300, np.float64(x))},
         "one": {"x": x[:1], "target": target[:1]},
         "zero": {"x": x[:0], "target": target[:0]},
         "uneven": {"target": target[:-5]},
@@ -86,7 +88,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "run/trained.onnx").write_bytes((here / "my.onnx").read_bytes())
     with zipfile.ZipFile(here / "zip.onnx", "w") as archive:
         archive.write(here / "my.onnx")
-    for folder in ("folder.onnx", "images/cat", "images/dog", "own/experiment", "notes", "onekind/cat"):
+    for folder in (
+        "folder.onnx",
+        "images/cat",
+        "images/dog",
+        "own/experiment",
+        "notes",
+        "onekind/cat",
+        "two/a",
+        "two/b",
+    ):
         (here / folder).mkdir(parents=True)
     for kind in ("cat", "dog"):
         Image.fromarray(np.zeros((8, 8), np.uint8)).save(here / "images" / kind / "0.png")

@@ -316,24 +316,6 @@ def test_accumulated_gradients_that_are_not_finite_are_thrown_away() -> None:
         np.testing.assert_array_equal(value, before[name])
 
 
-@pytest.mark.slow
-def test_several_steps_a_call_and_checkpoints_are_bit_for_bit_the_same(tmp_path: Any) -> None:
-    batches = [{"x": np.roll(X, i, 0), "target": np.roll(T, i, 0)} for i in range(6)]
-    step = dynamic(2.0**12, precision=passes.MixedPrecision())
-    single, several, resumed = (graphopt.Executor(step, steps_per_call=3) for _ in range(3))
-    losses = [single.step(each)["loss"] for each in batches]
-    assert [report["loss"] for report in several.run(batches)] == losses
-    for each in batches[:3]:
-        resumed.step(each)
-    resumed.save(tmp_path / "state.safetensors")
-    other = graphopt.Executor(step)
-    other.load(tmp_path / "state.safetensors")
-    assert [other.step(each)["loss"] for each in batches[3:]] == losses[3:]
-    for name, value in single.state.items():
-        np.testing.assert_array_equal(several.state[name], value, err_msg=name)
-        np.testing.assert_array_equal(other.state[name], value, err_msg=name)
-
-
 NARROW_CASES = [case for case in CASES if case.op_type in NARROW and case.double]
 
 

@@ -1,6 +1,6 @@
 """Kernels touch no memory beside their tensors, in each precision: guard pages around inputs and outputs, sanitizers.
 
-`python tests/test_native_memory.py KIND PRECISION COUNT` compares results under the sanitizers, libasan loaded first.
+`python tests/test_native_memory.py PRECISION KIND COUNT ...` compares results under sanitizers, libasan loaded first.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def compare_in_guarded_memory(graph, feeds, precision, layers=1):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("form", [None, *FORMS])
-def test_convolutions_in_guarded_memory(precision, form, batch, monkeypatch, tmp_path_factory):
+@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.exhaustive)])
+def test_convolutions_in_guarded_memory(precision, count, form, batch, monkeypatch, tmp_path_factory):
     compute_in(form, monkeypatch, tmp_path_factory)
-    graph, weights, shapes = convolutions(150)
+    graph, weights, shapes = convolutions(count)
     rng = np.random.default_rng(batch)
     x = {name: rng.standard_normal([batch, *shape]).astype(np.float32) for name, shape in shapes.items()}
     layers = 2 if precision == "medium" else 1  # of a million numbers, some are far off
@@ -161,15 +162,13 @@ def check_weights(precision, count):
         compare(load(products(nodes, tensors, matrix, is_fed=False)), batches, precision)
 
 
-OPEN = (
-    40  # operators of a graph whose sizes are open: each graph is compiled once, and computed in many sizes
-)
+OPEN = 40  # operators at most of a graph of open sizes: it is compiled once, and computed in many sizes
 
 
 def check_open_convolutions(precision, count):
     """Check images of random sizes, so many for each convolution, from the smallest that its window fits."""
     for seed in range(0, count, 50):
-        graph, weights, least = open_convolutions(OPEN, seed)
+        graph, weights, least = open_convolutions(min(OPEN, 2 * count), seed)
         rng = np.random.default_rng(seed)
         batches = []
         for batch in rng.integers(1, 4, min(count - seed, 50)):
@@ -257,41 +256,26 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A cache folder that has what one test has compiled."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def under_sanitizers(kind, precision, count, cache):
-    assert "right" in run_sanitized(__file__, kind, precision, str(count), cache=cache)
+def under_sanitizers(precision, cache, counts):
+    """Run checks in one process, since a process and the parts of a library take seconds."""
+    assert "right" in run_sanitized(__file__, precision, *map(str, counts), cache=cache)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        *(("convolutions", 40), ("products", 2), ("weights", 4)),
-        *(("open convolutions", 8), ("open products", 5), ("open pools", 2), ("attention", 2)),
-    ],
-)
-def test_a_sample_under_sanitizers(kind, count, precision, cache):
-    under_sanitizers(kind, precision, count, cache)
+def test_a_sample_under_sanitizers(precision, tmp_path):
+    few = ("convolutions", 15, "products", 2, "weights", 4)
+    others = ("open convolutions", 6, "open products", 4, "open pools", 2, "attention", 2)
+    under_sanitizers(precision, tmp_path, (*few, *others) if precision == "highest" else few)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        *(("convolutions", 150), ("products", len(LARGE)), ("weights", 28)),
-        *(("open convolutions", 200), ("open products", 60), ("open pools", 20), ("attention", 30)),
-    ],
-)
-def test_kernels_under_sanitizers(kind, count, precision, cache):
-    under_sanitizers(kind, precision, count, cache)
+def test_kernels_under_sanitizers(precision, tmp_path):
+    many = ("convolutions", 150, "products", len(LARGE), "weights", 28, "open convolutions", 200)
+    under_sanitizers(precision, tmp_path, (*many, "open products", 60, "open pools", 20, "attention", 30))
 
 
 if __name__ == "__main__":
     sanitize()
-    CHECKS[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    for kind, count in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        CHECKS[kind](sys.argv[1], int(count))
     print("right")

@@ -243,11 +243,10 @@ def test_threads_share_rows_that_do_not_meet(text):
     (inner,) = bodies(graph.graph)
     note_rows(inner, NodeForms({"": 21}))
     assert inner.meta[BY_ROWS] == (text not in MEET.values())
+    lowered = [lower_to_kernels(graph, threads=threads) for threads in (1, 2, 3)]
     for rows in 5, 16, 37:
         feeds = feeds_of(graph, 4, rows)
-        found = [
-            computed(graph, feeds, lower_to_kernels(graph, threads=threads), threads) for threads in (1, 2, 3)
-        ]
+        found = [computed(graph, feeds, one, threads) for threads, one in enumerate(lowered, 1)]
         assert_close(found[0], computed(graph, feeds))
         assert_same(found[1], found[0])
         assert_same(found[2], found[0])

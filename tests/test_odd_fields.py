@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -117,30 +118,9 @@ def _executor() -> graphopt.Executor:
     return graphopt.Executor(step)
 
 
-@pytest.mark.parametrize("data", [[1], 5, "x", (1, 2)])
-@pytest.mark.parametrize("method", ["step", "evaluate", "predict"])
-def test_data_without_names_is_refused(method: str, data: Any) -> None:
-    with pytest.raises(GraphoptError, match="data: expected arrays by the names of the graph's inputs"):
-        getattr(_executor(), method)(data)
-
-
 def test_an_executor_is_not_pickled() -> None:
     with pytest.raises(GraphoptError, match=r"Executor: expected .* save a checkpoint with save\(PATH\)"):
         pickle.dumps(_executor())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"hidden": [10**6, 10**6]},
-        {"hidden": [0]},
-        {"hidden": [-1]},
-        {"hidden": ["a"]},
-    ],
-)
-def test_sizes_of_a_model_that_make_none_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(GraphoptError, match="model: expected "):
-        models.mlp((4,), 3, **options)
 
 
 def test_long_names_in_errors_are_cut() -> None:
@@ -150,3 +130,9 @@ def test_long_names_in_errors_are_cut() -> None:
     assert found.startswith("unknown field 'aaa") and found.endswith(": remove it") and "...aaa" in found
     assert str(GraphoptError("short 'name'")) == "short 'name'"
     assert os.linesep not in found
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("odd_fields_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("odd_fields_mistakes", call, globals())

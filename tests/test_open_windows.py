@@ -10,6 +10,7 @@ import torch
 from builders import model
 from torch import Tensor
 from torch.nn import functional
+from twins import descended
 
 import graphopt
 import passes
@@ -114,9 +115,7 @@ def test_open_sizes_train_as_in_pytorch(case):
         y = reference(torch.tensor(x) * weights["s"], weights.get("w"))
         target = rng.standard_normal(y.shape).astype(np.float32)
         loss = functional.mse_loss(y, torch.tensor(target))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
         for executor in ours:
             np.testing.assert_allclose(executor.step(x=x, target=target)["loss"], loss.item(), rtol=1e-5)
             for name, weight in weights.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -9,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from builders import mlp, run
+from twins import descended
 
 import graphopt
 import passes
@@ -86,9 +88,7 @@ def test_optimizer_takes_pytorchs_steps(optimizer, twin):
     for outputs in run(step, 12, {"x": X, "target": T}):
         loss = torch_loss(weights)
         np.testing.assert_allclose(outputs["loss"], loss.item(), rtol=1e-10)
-        reference.zero_grad()
-        loss.backward()
-        reference.step()
+        descended(loss, reference)
     for name, tensor in weights.items():
         np.testing.assert_allclose(outputs[f"{name}.next"], tensor.detach().numpy(), rtol=1e-8, atol=1e-12)
 
@@ -150,20 +150,9 @@ def test_groups_have_rates_and_decays_of_their_own():
     )
     results = run(step, 5, {"x": X, "target": T})
     for _ in results:
-        reference.zero_grad()
-        torch_loss(weights).backward()
-        reference.step()
+        descended(torch_loss(weights), reference)
     for name, tensor in weights.items():
         np.testing.assert_allclose(results[-1][f"{name}.next"], tensor.detach().numpy(), rtol=1e-9)
-
-
-def test_a_group_that_matches_nothing_is_refused():
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"'nothing\*' matches no parameter; the model trains: fc0"
-    ):
-        graphopt.compile(
-            mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(groups=(passes.Group("nothing*"),))
-        )
 
 
 @pytest.mark.parametrize(("schedule", "twin"), SCHEDULES, ids=lambda x: repr(x) if hasattr(x, "rate") else "")
@@ -340,27 +329,7 @@ def test_half_precision_parameters_go_to_a_fused_kernel_in_single():
     assert dtypes["fc0.weight.exp_avg.next"] == ir.DataType.FLOAT
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        passes.SGD(momentum=0.9, fused=True),
-        passes.Adam(fused=True),
-        passes.Adagrad(fused=True),
-        passes.RMSprop(fused=True),
-        passes.Lion(fused=True),
-        passes.Muon(fused=True),
-    ],
-    ids=lambda optimizer: type(optimizer).__name__,
-)
-def test_an_optimizer_without_a_kernel_says_so(optimizer):
-    with pytest.raises(graphopt.GraphoptError, match=r"^\w+: fused: onnxruntime-training has no kernel for"):
-        graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=optimizer)
-
-
-def test_fused_kernels_take_no_double():
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^fused: AdamWOptimizer .* expects float32, found 'fc0.bias'"
-    ):
-        graphopt.compile(
-            mlp(dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(fused=True)
-        )
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("optimizers_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("optimizers_mistakes", call, globals())

@@ -19,7 +19,6 @@ import passes
 from graphopt.data import Batches
 from graphopt.graph.rewriting import Pass
 from graphopt.intervals import within
-from graphopt.training.fit import fit
 
 NAN, INF = math.nan, math.inf
 
@@ -80,17 +79,6 @@ def test_a_rate_that_is_fed_is_checked(rate: float) -> None:
     with pytest.raises(graphopt.GraphoptError, match=message):
         executor.learning_rate = rate
     assert executor.steps == 0 and executor.learning_rate == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("threads", [-1])
-def test_a_negative_number_of_threads(threads: int) -> None:
-    step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    with pytest.raises(graphopt.GraphoptError, match="threads: expected 1 or more, or None"):
-        graphopt.Executor(step, threads=threads)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^fit\(seed=-1\): expected a whole number in \[0, inf\)"
-    ):
-        fit(graphopt.Executor(step, threads=1), {"x": X, "target": TARGET}, seed=-1)
 
 
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1])

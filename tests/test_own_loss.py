@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import model
 from torch import nn
+from twins import descended
 
 import graphopt
 import passes
@@ -68,9 +69,7 @@ def test_the_form_of_add_loss_output_trains(loss):
     optimizer = torch.optim.SGD(weights, 0.01)
     for _ in range(10):
         expected = elastic(weights, weight)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
+        descended(expected, optimizer)
         found = executor.step(X=X, label=T, weight=weight)
         assert isinstance(found["loss"], float)
         np.testing.assert_allclose(found["loss"], expected.item(), rtol=1e-5)
@@ -164,9 +163,7 @@ def test_a_pytorch_model_that_returns_its_loss_trains(exporter, logits):
         ids, labels = torch.randint(0, 11, (rows, 5)), torch.randint(0, 4, (rows,))
         out = network(ids, labels)
         loss = out[0] if logits else out
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
         found = executor.step(input_ids=ids.numpy(), labels=labels.numpy())
         np.testing.assert_allclose(found["loss"], loss.item(), rtol=1e-5)
     trained = executor.trained()

@@ -508,13 +508,6 @@ def test_a_sweep_with_a_failed_job_shows_the_others(capsys: pytest.CaptureFixtur
     assert json.loads(Path("runs/1/.hydra/signature.json").read_text())["hmac"]
 
 
-@pytest.mark.slow
-def test_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", "folder=empty"]) == 1
-    assert "expected a folder with runs, found none" in capsys.readouterr().err
-    assert cli.main(["compare"]) == 1
-
-
 def test_numbers_that_are_not_finite_leave_gaps() -> None:
     chart = line_chart(
         "t", [1, 2, 3], {"a": [1.0, float("nan"), 3.0], "b": [float("inf"), None, -1.0]}, logarithmic=True

@@ -12,6 +12,7 @@ import torch
 from builders import TYPES, mlp, model, run
 from test_halves import halved
 from torch.nn import functional as F  # noqa: N812
+from twins import descended
 
 import graphopt
 import passes
@@ -224,9 +225,7 @@ def test_dpo_is_trls_over_several_steps(name: str) -> None:
     for outputs in run(step, 5, {**TOKENS, **MASKS}):
         loss = preference(weights, reference, options)
         assert outputs["loss"] == pytest.approx(loss.item(), rel=1e-8)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
     for key, w in weights.items():
         np.testing.assert_allclose(outputs[f"{key}.next"], w.detach().numpy(), rtol=1e-6, atol=1e-9)
 
@@ -364,26 +363,6 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Any) -> None:
             )
         with pytest.raises(GraphoptError, match=f"^Distillation: teacher .*{message}"):
             compiled(passes.Distillation(tmp_path / f"{name}.onnx"), student)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        (
-            ((4, 5), (4, 9)),
-            "dimension 'L': .*: the rows of 'x' and 'x_positive' .*: pad them to one size, and mask",
-        ),
-        (
-            ((4, 5), (8, 5)),
-            "dimension 'pairs': .*: the rows of 'x' and 'x_positive' .*: give each example a row",
-        ),
-    ],
-)
-def test_sides_of_two_sizes_are_refused_with_what_to_do(shapes, expected):
-    """A batch of both goes through the model in one pass, as text padded and masked does in any framework."""
-    executor = graphopt.Executor(graphopt.compile(mean_of_tokens(), **RANKED), native=False)
-    with pytest.raises(GraphoptError, match=expected):
-        executor.step(tokens_of(*shapes))
 
 
 def test_texts_of_two_lengths_train_as_apart_when_padded_and_masked():

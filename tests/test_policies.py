@@ -16,126 +16,15 @@ import torch
 from builders import mlp, run
 from language import save_lines, save_tokenizer
 from test_generate import CACHED, with_weights
-from test_pair_losses import MASKS, TOKENS, language_model, log_probabilities, torch_weights
-from torch.nn import functional as F  # noqa: N812
+from test_pair_losses import MASKS, TOKENS, language_model, torch_weights
 
 import graphopt
 import passes
 from graphopt import data
 from graphopt.cli import main
 from graphopt.data import Characters
-from graphopt.training.rollouts import advantages_of
 
 RNG = np.random.default_rng(1)
-LABEL = np.array([1, 0, 1, 1])
-OTHERS = {name.replace("rejected", "mismatched"): x for name, x in {**TOKENS, **MASKS}.items()}
-ROLLED = {
-    "input_ids": TOKENS["input_ids"],
-    "completion_mask": MASKS["completion_mask"],
-    "advantages": RNG.standard_normal(4),
-    "old_log_probabilities": -RNG.uniform(1, 4, (4, 5)),
-    "rewards": RNG.standard_normal(4),
-}
-
-
-def log_p_of_tokens(w: Any, temperature: float = 1.0) -> torch.Tensor:
-    ids = torch.tensor(TOKENS["input_ids"])
-    logits = torch.tanh(w["words"][ids] @ w["hidden"]) @ w["head"] / temperature
-    return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-
-
-def orpo(w: Any, _: Any) -> torch.Tensor:
-    chosen, rejected = (log_probabilities(w, which, True) for which in ("", "_rejected"))
-    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
-    ends = torch.tensor(MASKS["completion_mask"])[:, 1:].flip(1).cumsum(1).flip(1) > 0
-    return -log_p_of_tokens(w)[ends].mean() - 0.3 * F.logsigmoid(odds[0] - odds[1]).mean()
-
-
-def simpo(w: Any, _: Any) -> torch.Tensor:
-    d = log_probabilities(w, "", True) - log_probabilities(w, "_rejected", True)
-    return -F.logsigmoid(1.5 * d - 0.7).mean()
-
-
-def kto(w: Any, start: Any, uses_z: bool = True) -> torch.Tensor:
-    chosen, other = (
-        log_probabilities(w, which) - log_probabilities(start, which) for which in ("", "_rejected")
-    )
-    z = other.detach().mean().clamp(min=0) if uses_z else 0.0
-    label = torch.tensor(LABEL)
-    losses = 1 - torch.sigmoid(0.4 * torch.where(label == 1, chosen - z, z - chosen))
-    return (losses * torch.tensor(np.where(LABEL == 1, 1.3, 0.6))).mean()
-
-
-def grpo(
-    w: Any,
-    start: Any,
-    *,
-    by: str,
-    level: str = "token",
-    beta: float = 0.0,
-    t: float = 1.0,
-    is_biased: bool = False,
-) -> torch.Tensor:
-    mask = torch.tensor(MASKS["completion_mask"])[:, 1:]
-    p, a = log_p_of_tokens(w, t), torch.tensor(ROLLED["advantages"])[:, None]
-    log_ratio = (p - torch.tensor(ROLLED["old_log_probabilities"])[:, 1:]) * mask
-    if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    ratio = log_ratio.exp()
-    loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.4) * a)
-    d = log_p_of_tokens(start, t).detach() - p
-    loss = (loss + beta * (d.exp() - d - 1) * (1 if is_biased else ratio)) * mask
-    rows = {"grpo": loss.sum(1) / mask.sum(1), "dr_grpo": loss.sum(1) / 7}
-    return rows[by].mean() if by in rows else loss.sum() / mask.sum()
-
-
-WEIGHTS = {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}
-CLIP = {"epsilon_high": 0.4, "max_completion_length": 7}
-CASES: dict[str, tuple[passes.Loss, Any, dict[str, Any]]] = {
-    "ORPO": (passes.ORPO(0.3), orpo, {**TOKENS, **MASKS}),
-    "SimPO": (passes.SimPO(1.5, 0.7), simpo, {**TOKENS, **MASKS}),
-    "KTO": (passes.KTO(**WEIGHTS), kto, {**OTHERS, "label": LABEL}),
-    "APO": (
-        passes.KTO(**WEIGHTS, loss_type="apo_zero_unpaired"),
-        lambda w, start: kto(w, start, False),
-        {name: x for name, x in {**OTHERS, "label": LABEL}.items() if "mismatched" not in name},
-    ),
-    "GRPO of rows": (passes.GRPO(**CLIP, loss_type="grpo"), lambda *w: grpo(*w, by="grpo"), ROLLED),
-    "GRPO of sums": (passes.GRPO(**CLIP, loss_type="dr_grpo"), lambda *w: grpo(*w, by="dr_grpo"), ROLLED),
-    "GRPO near a reference": (
-        passes.GRPO(0.3, **CLIP, temperature=0.7),
-        lambda *w: grpo(*w, by="dapo", beta=0.3, t=0.7),
-        ROLLED,
-    ),
-    "GRPO with a biased distance": (
-        passes.GRPO(0.3, **CLIP, use_bias_correction_kl=False),
-        lambda *w: grpo(*w, by="dapo", beta=0.3, is_biased=True),
-        ROLLED,
-    ),
-    "GRPO of sequences": (
-        passes.GRPO(**CLIP, importance_sampling_level="sequence"),
-        lambda *w: grpo(*w, by="dapo", level="sequence"),
-        ROLLED,
-    ),
-}
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("name", CASES)
-def test_steps_are_pytorchs(name: str) -> None:
-    loss, twin, feeds = CASES[name]
-    proto = language_model()
-    step = graphopt.compile(proto, loss=loss, optimizer=passes.SGD(0.5))
-    weights, start = torch_weights(proto), torch_weights(language_model())
-    optimizer = torch.optim.SGD(weights.values(), 0.5)
-    for outputs in run(step, 3, feeds):
-        expected = twin(weights, start)
-        assert outputs["loss"] == pytest.approx(expected.item(), rel=1e-8)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
-    for key, w in weights.items():
-        np.testing.assert_allclose(outputs[f"{key}.next"], w.detach().numpy(), rtol=1e-6, atol=1e-9)
 
 
 def test_ppo_is_pytorchs() -> None:
@@ -173,22 +62,6 @@ def graphopt_array(name: str, array: np.ndarray) -> Any:
     import onnx
 
     return onnx.numpy_helper.from_array(array, name)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_are_trls(scale: Any) -> None:
-    rewards = RNG.standard_normal((3, 4)).astype(np.float32)
-    rewards[1, 2] = np.nan  # of a completion that has no reward
-    rewards[2] = 0.5
-    x = torch.tensor(rewards)
-    found = x - x.nanmean(1, keepdim=True)
-    if scale != "none":
-        axes = {"group": (1,), "batch": (0, 1)}[scale]
-        count = (~x.isnan()).sum(axes, keepdim=True)
-        square = ((x - x.nanmean(axes, keepdim=True)) ** 2).nanmean(axes, keepdim=True)
-        found = found / ((square * count / (count - 1)).sqrt() + 1e-4)
-    expected = found.nan_to_num(0.0).reshape(-1).numpy()
-    np.testing.assert_allclose(advantages_of(rewards.reshape(-1), 4, scale), expected, rtol=2e-6, atol=1e-7)
 
 
 # --- Rollouts ---
@@ -274,30 +147,6 @@ def test_a_model_learns_what_is_rewarded() -> None:
     rollouts = graphopt.Rollouts(executor, PROMPTS, digits, **{**options, "generations": 8})
     records = graphopt.fit(executor, rollouts, epochs=15, validation=None)
     assert records[0]["reward"] < 0.7 and records[-1]["reward"] > 0.9
-
-
-@pytest.mark.slow
-def test_the_command_trains_by_a_reward(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Path("own_rewards.py").write_text(
-        "def digits(completions, answer, **_):\n"
-        "    return [sum(c.isdigit() for c in x) / len(x) for x in completions]\n"
-    )
-    save_lines(Path("prompts.jsonl"), PROMPTS)
-    graphopt.save(with_weights(CACHED), "decoder.onnx")
-    command = ["decoder.onnx", "data=prompts", "data.path=prompts.jsonl", "loss=grpo", "adapter=lora"]
-    command += ["reward=own_rewards:digits", "rollouts.max_tokens=4", "generate.tokenizer=characters"]
-    command += ["optimizer.learning_rate=0.02", "fit.epochs=2", "folder=run", "executor.native=false"]
-    assert main(command) == 1
-    assert (
-        "reward: expected graphopt's own or trusted code, found 'own_rewards:digits'"
-        in capsys.readouterr().err
-    )
-    assert main([*command, "trust=[own_rewards]", "quiet=true"]) == 0
-    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2] and 0 < records[-1]["reward"] < 1
-    assert main(["generate", "folder=run", "prompt=01", "generate.max_tokens=3", "quiet=true"]) == 0
 
 
 @pytest.mark.slow

@@ -274,7 +274,7 @@ def test_a_detector_of_speech_with_its_if_is_fine_tuned() -> None:
     check(Case(model, feeds, {"loss": passes.BinaryCrossEntropy(from_logits=False, output="output")}))
 
 
-@pytest.mark.parametrize("name", ["squeezenet", "silero_vad"])
+@pytest.mark.parametrize("name", [pytest.param("squeezenet", marks=pytest.mark.exhaustive), "silero_vad"])
 @pytest.mark.slow
 def test_mixed_precision_trains_a_real_model(name: str) -> None:
     """The scale is at first one that gradients do not bear: steps are left out until it is."""

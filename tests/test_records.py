@@ -52,6 +52,7 @@ RESTORES = "callbacks.early_stopping={monitor: loss, mode: max, patience: 9, res
 
 @pytest.mark.parametrize("options", [[], ["regularizer=l2"], [RESTORES], ["fit.validation=new.npz"]])
 @pytest.mark.parametrize("source", ["folder=run", "resume=run"])
+@pytest.mark.sample(5)
 def test_evaluate_gives_what_the_run_s_own_validation_gave(
     options: list[str], source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,24 +68,22 @@ def test_evaluate_gives_what_the_run_s_own_validation_gave(
     assert "recipe    run\n" in said and f"data      {file}, {rows} rows held out by the run\n" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "rows", "said"),
-    [
-        (["rows=all"], 60, "npz, 60 rows, of which the run trained on 48"),
-        (["rows=trained"], 48, "npz, 48 rows that the run trained on"),
-        (["data.path=new.npz"], 7, "npz, 7 rows"),
-        (["fit.seed=1"], 60, "npz, 60 rows"),
-        (["fit.shuffle=false"], 60, "npz, 60 rows"),
-        ([*MINE[1:], "rows=held_out"], 12, "npz, 12 rows held out by the run"),
-    ],
-)
-def test_the_rows_that_are_measured(
-    options: list[str], rows: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+ROWS = {
+    "rows=all": (60, "npz, 60 rows, of which the run trained on 48"),
+    "rows=trained": (48, "npz, 48 rows that the run trained on"),
+    "data.path=new.npz": (7, "npz, 7 rows"),
+    "fit.seed=1": (60, "npz, 60 rows"),
+    "fit.shuffle=false": (60, "npz, 60 rows"),
+    " ".join([*MINE[1:], "rows=held_out"]): (12, "npz, 12 rows held out by the run"),
+}
+
+
+def test_the_rows_that_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     run()
-    assert cli.main(["evaluate", "folder=run", *options]) == 0
-    assert metrics()["rows"] == rows
-    assert f"data      {said}\n" in capsys.readouterr().out
+    for options, (rows, said) in ROWS.items():
+        assert cli.main(["evaluate", "folder=run", *options.split()]) == 0
+        assert metrics()["rows"] == rows
+        assert f"data      {said}\n" in capsys.readouterr().out
 
 
 def test_predict_reads_all_rows_or_those_that_are_asked_for() -> None:
@@ -131,21 +130,20 @@ def test_resume_needs_no_options(ending: str, capsys: pytest.CaptureFixture[str]
     assert "recipe    run\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "option", ["optimizer=adam", "optimizer=sgd", "loss.label_smoothing=0.1", "clip=value"]
-)
 def test_what_cannot_continue_names_the_fields_and_changes_nothing(
-    option: str, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     run()
     kept = {
         path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.suffix != ".log"
     }
-    assert cli.main(["resume=run", option, "fit.epochs=3"]) == 1
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and f"this command has {option} in place of " in said
-    assert "expected the checkpoint of this training graph" in said
-    assert all(path.read_bytes() == content for path, content in kept.items())
+    for option in ("optimizer=adam", "optimizer=sgd", "loss.label_smoothing=0.1", "clip=value"):
+        capfd.readouterr()
+        assert cli.main(["resume=run", option, "fit.epochs=3"]) == 1
+        said = capfd.readouterr().err
+        assert said.count("\n") == 1 and f"this command has {option} in place of " in said
+        assert "expected the checkpoint of this training graph" in said
+        assert all(path.read_bytes() == content for path, content in kept.items())
 
 
 def test_a_recipe_of_one_s_own_is_known_without_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,13 +291,6 @@ def test_a_folder_behind_a_verb_is_that_of_the_run(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == (
         "graphopt: error: runs: expected the folder of a run or FIELD=VALUE, found no such folder\n"
     )
-
-
-@pytest.mark.slow
-def test_workers_continue_a_run() -> None:
-    run("launcher=local", "launcher.workers=2")
-    assert cli.main(["resume=run", "fit.epochs=3", "launcher=local", "launcher.workers=2"]) == 0
-    assert len(epochs()) == 3
 
 
 def test_a_sweep_is_no_run_but_holds_some(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -65,13 +66,6 @@ def test_different_penalties_of_chosen_parameters_add_up():
     assert names[:4] == ["loss", "data_loss", "penalty", "y"]
 
 
-def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"'\*\.kernel' matches no parameter; the model trains: b, w"
-    ):
-        step(regularizer=passes.L2(parameters="*.kernel"))
-
-
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
 def test_the_global_norm_is_pytorchs(max_norm):
     outputs = run(step(clip=passes.ClipGlobalNorm(max_norm)), 1, {"x": X, "target": T})[0]
@@ -101,15 +95,15 @@ def test_half_precision_gradients_are_summed_in_single():
     assert np.isfinite(run(training, 1, feeds)[0]["gradient_norm"])
 
 
-@pytest.mark.parametrize("a_pass", [passes.ClipGlobalNorm(), passes.ClipValue(), passes.SGD()], ids=repr)
-def test_passes_that_need_gradients_say_so(a_pass):
-    with pytest.raises(graphopt.GraphoptError, match="needs gradients, found none: run Gradient first"):
-        a_pass(graphopt.load(linear()))
-
-
 @pytest.mark.parametrize("a_pass", [passes.L2(), passes.Cosine(), passes.Gradient()], ids=repr)
 def test_passes_that_need_another_say_so(a_pass):
     model = graphopt.load(linear())
     passes.Parameters()(model)
     with pytest.raises(graphopt.GraphoptError, match=r"first|needs a loss, found none"):
         a_pass(model)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("regularizers_and_clipping_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("regularizers_and_clipping_mistakes", call, globals())

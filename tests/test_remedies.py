@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import PIL.Image
 import pytest
@@ -24,25 +25,6 @@ CHANNELS = RNG.standard_normal((20, 6, 6, 3)).astype(np.float32)
 def executor(shape: tuple[int, ...] = (3, 6, 6)) -> graphopt.Executor:
     steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
     return graphopt.Executor(graphopt.compile(models.mlp(shape, 3), **steps), native=False)
-
-
-ROWS = {
-    "channels last": (CHANNELS, (3, 6, 6), r"move the axes of each row, x\.transpose\(0, 3, 1, 2\)$"),
-    "other sizes": (np.zeros((9, 4, 5, 3), np.float32), (3, 4, 5), r"x\.transpose\(0, 3, 1, 2\)$"),
-    "channels first": (np.zeros((9, 3, 4, 5), np.float32), (4, 5, 3), r"x\.transpose\(0, 2, 3, 1\)$"),
-    "flat": (np.zeros((9, 108), np.float32), (3, 6, 6), "reshape each row, which has as many numbers$"),
-    "to flat": (np.zeros((9, 3, 6, 6), np.float32), (108,), "reshape each row, which has as many numbers$"),
-    "gray": (np.zeros((9, 6, 6), np.float32), (1, 6, 6), "reshape each row, which has as many numbers$"),
-    "scrambled": (np.zeros((9, 9, 12), np.float32), (3, 6, 6), r"found \[9, 12\]$"),
-    "all axes": (np.zeros((9, 5, 4, 3), np.float32), (3, 4, 5), r"found \[5, 4, 3\]$"),
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_remedy_for_a_shape_keeps_neighbours(name: str) -> None:
-    x, shape, expected = ROWS[name]
-    with pytest.raises(GraphoptError, match=expected):
-        graphopt.fit(executor(shape), (x, np.zeros(len(x), np.int64)), epochs=1, verbose=False)
 
 
 def test_channels_last_are_not_scrambled_by_an_estimator() -> None:
@@ -169,3 +151,9 @@ def test_other_names_are_classes(tmp_path: Path) -> None:
         (tmp_path / kind).mkdir()
         PIL.Image.new("RGB", (4, 4), "red").save(tmp_path / kind / "1.png")
     assert data.images(str(tmp_path)).labels == ("car", "train")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("remedies_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("remedies_mistakes", call, globals())

@@ -271,11 +271,6 @@ def test_wrong_rules_are_one_line(call: str) -> None:
     messages.refused("rules_of_a_compilation_mistakes", call, globals())
 
 
-def test_gradients_of_onnxruntime_training_take_no_rules() -> None:
-    with pytest.raises(GraphoptError, match=r"^OrtGradient: expected no rules"):
-        graphopt.compile(models.mlp((4,), 2), loss=MSE, gradient=passes.OrtGradient(), rules=RELU)
-
-
 def test_a_recipe_names_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

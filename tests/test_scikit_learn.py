@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -15,7 +16,7 @@ from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_iris
 from sklearn.decomposition import PCA, IncrementalPCA, KernelPCA, TruncatedSVD
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from sklearn.ensemble import RandomForestRegressor, StackingClassifier
+from sklearn.ensemble import StackingClassifier
 from sklearn.feature_selection import SelectKBest, f_regression
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import (
@@ -44,7 +45,7 @@ from sklearn.preprocessing import (
     scale,
 )
 from sklearn.random_projection import GaussianRandomProjection
-from sklearn.svm import SVC, LinearSVC, LinearSVR
+from sklearn.svm import LinearSVC, LinearSVR
 from sklearn.tree import DecisionTreeClassifier
 from steps import outputs
 
@@ -201,25 +202,6 @@ def test_a_logistic_regression_trains_to_scikit_learns_optimum(target):
     np.testing.assert_array_equal(label, best.predict(X))
 
 
-@pytest.mark.parametrize(
-    ("estimator", "target", "loss", "message"),
-    [
-        (
-            DecisionTreeClassifier(),
-            SPECIES,
-            PROBABILITIES,
-            "TreeEnsembleClassifier node .* is piecewise constant",
-        ),
-        (RandomForestRegressor(3), NUMBER, SQUARES, "TreeEnsembleRegressor node .* is piecewise constant"),
-        (SVC(), SPECIES, PROBABILITIES, "SVMClassifier node .* a kernel machine"),
-    ],
-)
-def test_what_has_no_gradient_is_refused(estimator, target, loss, message):
-    with pytest.raises(graphopt.GraphoptError, match=message) as raised:
-        graphopt.compile(converted(estimator, target), loss=loss, optimizer=passes.SGD())
-    assert "\n" not in str(raised.value)
-
-
 def parameters(source: onnx.ModelProto) -> set[str]:
     model = graphopt.load(source)
     passes.Normalize()(model)
@@ -345,3 +327,9 @@ def test_an_output_that_is_an_input_passes_through_the_trained_model():
     executor.step(given, target=np.array([0, 1, 0, 1]))
     found = graphopt.run(executor.trained(), given)
     assert (list(found), found["id"].tolist()) == (["label", "y", "id"], [0, 1, 2, 3])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("scikit_learn_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("scikit_learn_mistakes", call, globals())

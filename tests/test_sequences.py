@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import model
 from torch import nn
+from twins import descended
 
 import graphopt
 import passes
@@ -74,9 +75,7 @@ def test_bags_of_embeddings_train_as_in_pytorch(options, inputs, exporter):
     target = torch.randn(network(*inputs).shape)
     for _ in range(5):
         loss = nn.functional.mse_loss(network(*inputs), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descended(loss, optimizer)
         found = executor.step(**feeds, target=target.numpy())["loss"]
         np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
     np.testing.assert_allclose(

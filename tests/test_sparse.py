@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy.sparse
 from builders import mlp
-from sklearn.calibration import CalibratedClassifierCV
-from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_digits
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import graphopt
 import passes
@@ -100,38 +95,6 @@ def test_fit_and_predict(given: str) -> None:
         found.append([records[-1]["loss"], graphopt.predict(executor, rows)["y"]])
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_array_equal(found[0][1], found[1][1])
-
-
-def test_the_usual_pipeline_in_scikit_learns_tools() -> None:
-    rng = np.random.default_rng(0)
-    frame = pd.DataFrame(
-        {
-            "city": rng.choice([*"abcdefghijklmnop"], 200),
-            "kind": rng.choice(["x", "y", "z"], 200),
-            "age": rng.normal(size=200),
-        }
-    )
-    labels = np.where((frame["kind"] == "x") ^ (frame["age"] > 0), "yes", "no")
-    encoder = ColumnTransformer(
-        [("words", OneHotEncoder(), ["city", "kind"]), ("numbers", StandardScaler(), ["age"])],
-        sparse_threshold=1.0,
-    )
-    assert scipy.sparse.issparse(encoder.fit_transform(frame))
-    pipelines = [
-        make_pipeline(encoder, kind(hidden_layer_sizes=(8,), max_iter=5, random_state=0))
-        for kind in (graphopt.OnnxClassifier, MLPClassifier)
-    ]
-    for score in ("accuracy", "neg_log_loss"):
-        ours, theirs = (
-            cross_validate(x, frame, labels, cv=3, scoring=score)["test_score"] for x in pipelines
-        )
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    searches = [
-        GridSearchCV(x, {f"{x.steps[-1][0]}__alpha": [1e-4, 1.0]}, cv=2).fit(frame, labels) for x in pipelines
-    ]
-    np.testing.assert_allclose(*(x.cv_results_["mean_test_score"] for x in searches))
-    calibrated = [CalibratedClassifierCV(x, cv=2).fit(frame, labels).predict_proba(frame) for x in pipelines]
-    np.testing.assert_allclose(*calibrated, rtol=1e-4, atol=1e-6)
 
 
 def test_words() -> None:

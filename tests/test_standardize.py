@@ -24,9 +24,8 @@ from sklearn.utils.class_weight import compute_class_weight
 
 import graphopt
 import passes
-from graphopt import cli, data, models, moments
+from graphopt import cli, models, moments
 from graphopt.data import balanced_class_weights, hold_out, mean_and_scale
-from graphopt.graph.roles import Role, with_role
 
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((103, 4)) * [1, 50, 0.01, 3] + [0, 200, 0.05, -2]).astype(np.float32)
@@ -106,17 +105,6 @@ def test_the_features_of_images_are_channels_and_those_of_sequences_are_chosen()
             mean_and_scale(IMAGES, axis=axis)
 
 
-def test_keras_normalization_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    keras = pytest.importorskip("keras")
-    layer = keras.layers.Normalization(axis=1)
-    layer.adapt(IMAGES)
-    scaling = passes.Standardize(*mean_and_scale(IMAGES))
-    proto = model("g (float[N,3,4,4] x) => (float[N,3,4,4] y) { y = Identity(x) }")
-    ours = outputs(ir.to_proto(scaling(graphopt.load(proto)).model), x=IMAGES)
-    np.testing.assert_allclose(ours, keras.ops.convert_to_numpy(layer(IMAGES)), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("shuffle", [True, False, "consecutive"])
 @pytest.mark.parametrize("share", [0, 0.2, 0.5])
 def test_the_rows_held_out_are_those_of_fit(shuffle: Any, share: float) -> None:
@@ -143,43 +131,6 @@ def test_a_trained_model_on_raw_input_equals_the_one_on_scaled_input() -> None:
     difference = onnxruntime.InferenceSession(ours.SerializeToString()).run(None, {"x": X})[0]
     np.testing.assert_allclose(difference, outputs(theirs, x=scaled), rtol=1e-5, atol=1e-6)
     assert [x.name for x in ours.graph.input] == ["x"]
-
-
-def test_a_pipeline_of_scikit_learn_is_the_same_model() -> None:
-    skl2onnx = pytest.importorskip("skl2onnx")
-    pipeline = make_pipeline(StandardScaler(), MLPClassifier((8,), "tanh", max_iter=30, random_state=0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        pipeline.fit(X, Y)
-    proto, network = mlp((4, 8, 3)), pipeline[1]
-    weights = {x.name: x for x in proto.graph.initializer}
-    for i, (w, b) in enumerate(zip(network.coefs_, network.intercepts_, strict=True)):
-        for name, array in ((f"fc{i}.weight", w.T), (f"fc{i}.bias", b)):
-            weights[name].CopyFrom(onnx.numpy_helper.from_array(array.astype(np.float32), name))
-    proto.graph.output[0].name = proto.graph.node[-1].output[0] = "logits"
-    proto.graph.output[0].name = "y"
-    proto.graph.node.append(onnx.helper.make_node("Softmax", ["logits"], ["y"], axis=1))
-    raw = passes.Standardize(*mean_and_scale(X))(graphopt.load(proto)).model
-    session = onnxruntime.InferenceSession(ir.to_proto(raw).SerializeToString())
-    ours = session.run(None, {"x": X})[0]
-    np.testing.assert_allclose(ours, pipeline.predict_proba(X), rtol=1e-5, atol=1e-6)
-    exported = skl2onnx.to_onnx(pipeline, X[:1], options={"zipmap": False})
-    theirs = onnxruntime.InferenceSession(exported.SerializeToString()).run(None, {"X": X})[1]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_a_training_graph_evaluates_predicts_and_exports_for_hosts_on_raw_input(tmp_path: Path) -> None:
-    step = adapted(mlp(), {"x": X, "target": Y}, validation=None)
-    executor = graphopt.Executor(step)
-    scaled = StandardScaler().fit_transform(X.astype(np.float64)).astype(np.float32)
-    expected = outputs(mlp(), x=scaled)
-    np.testing.assert_allclose(executor.predict({"x": X})["y"], expected, rtol=1e-4, atol=1e-6)
-    graphopt.export_hosts(step, tmp_path)
-    host = next(path for path in tmp_path.glob("*.onnx") if "predict" in path.name or "forward" in path.name)
-    assert "Sub" in {node.op_type for node in onnx.load(host).graph.node}
-    assert {x.name for x in with_role(step, Role.PARAMETER, Role.SLOT, Role.STATISTIC)} == {
-        f"fc{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
-    }
 
 
 @pytest.mark.slow
@@ -473,17 +424,6 @@ def test_a_recipe_learns_from_the_rows_that_train_and_says_what_it_does(folder: 
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_continues_to_the_same_bits(folder: Path) -> None:
-    given = ["my.onnx", *RECIPE, *LEARNT, "fit.checkpoint.every=1 epoch"]
-    assert cli.main([*given, "fit.epochs=4", "folder=whole"]) == 0
-    assert cli.main([*given, "fit.epochs=2", "folder=parts"]) == 0
-    assert cli.main([*given, "fit.epochs=4", "folder=parts", "resume=parts"]) == 0
-    assert Path("whole/trained.onnx").read_bytes() == Path("parts/trained.onnx").read_bytes()
-    np.savez("train.npz", x=X * 2, target=Y)
-    assert cli.main([*given, "fit.epochs=5", "folder=parts", "resume=parts"]) == 1
-
-
-@pytest.mark.slow
 def test_a_checkpoint_without_its_graph_is_not_measured_by_other_statistics(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -493,56 +433,6 @@ def test_a_checkpoint_without_its_graph_is_not_measured_by_other_statistics(
     assert cli.main(["evaluate", "my.onnx", *RECIPE, *LEARNT, "resume=run"]) == 1
     assert "expected step.onnx in the folder of the run" in capsys.readouterr().err
     assert cli.main(["evaluate", "my.onnx", *RECIPE, *LEARNT, "folder=run"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["loss.class_weights=even"], "loss.class_weights: expected"),
-        (
-            ["loss.class_weights=balanced", "data.path=gap.npz"],
-            "found none of class 1: give a number for each class",
-        ),
-        (["standardize=inputs", "data.path=nan.npz"], "expected finite numbers, found NaN in row 0"),
-        (
-            ["standardize=inputs", "standardize.scale=[1,0,1,1]"],
-            "Standardize(scale=...): expected positive numbers",
-        ),
-        (
-            ["standardize=inputs", "standardize.mean=1"],
-            "expected mean and scale, of the same inputs, or neither",
-        ),
-        (["standardize=inputs", "standardize.axis=7"], "axis=7: expected an axis of the features"),
-    ],
-)
-def test_wrong_recipes_are_errors_of_one_line_before_anything_is_written(
-    folder: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
-) -> None:
-    np.savez("gap.npz", x=X, target=np.where(Y == 1, 0, Y))
-    np.savez("nan.npz", x=np.where(np.arange(4) == 1, np.nan, X), target=Y)
-    assert cli.main(["my.onnx", *RECIPE, "folder=run", *given]) == 1
-    assert message in (said := capsys.readouterr().err)
-    assert said.count("\n") == 1
-    assert not Path("run/trained.onnx").exists() and not Path("run/config.yaml").exists()
-
-
-@pytest.mark.slow
-def test_labels_in_text_and_images_are_learnt_from(folder: Path) -> None:
-    names = np.array(["low", "middle", "high"])[Y]
-    lines = [
-        "a,b,c,d,target",
-        *(",".join([*map(str, row), name]) for row, name in zip(X, names, strict=True)),
-    ]
-    Path("train.csv").write_text("\n".join(lines))
-    given = ["data=csv", "data.path=train.csv", "data.labels=[low,middle,high]", *RECIPE[2:], *LEARNT]
-    assert cli.main(["my.onnx", *given, "fit.epochs=1", "folder=text"]) == 0
-    np.savez("images.npz", x=IMAGES, target=np.arange(30) % 2)
-    given = ["model=cnn", "data=npz", "data.path=images.npz", *LEARNT, "fit.epochs=1", "folder=images"]
-    assert cli.main(given) == 0
-    weights = {
-        x.name: onnx.numpy_helper.to_array(x) for x in onnx.load("images/trained.onnx").graph.initializer
-    }
-    assert weights["x.mean"].shape == (1, 3, 1, 1)
 
 
 @pytest.mark.slow
@@ -572,12 +462,3 @@ def test_other_runs_of_a_recipe_that_learns(folder: Path, capsys: pytest.Capture
         cli.main(["compile", "my.onnx", "standardize=inputs", "standardize.mean=1", "standardize.scale=2"])
         == 0
     )
-
-
-@pytest.mark.slow
-def test_digits_train_with_what_their_training_rows_tell() -> None:
-    digits = data.digits()
-    loss = passes.CrossEntropy(class_weights="balanced")
-    step = adapted(models.mlp((1, 8, 8), 10), digits, loss=loss)
-    records = graphopt.fit(graphopt.Executor(step), digits, epochs=10)
-    assert records[-1]["accuracy"] > 0.9

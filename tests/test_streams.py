@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -197,7 +198,7 @@ def test_validation_and_evaluation_by_iterables() -> None:
 @pytest.mark.parametrize("steps", [None, 7])
 @pytest.mark.parametrize("data", [Shuffled, Counted, lambda: Counted(is_bytes=True)])
 @pytest.mark.parametrize("step", [1, 5, 10, 11, 12, 14, 20])
-@pytest.mark.sample(20)
+@pytest.mark.sample(12)
 @pytest.mark.slow
 def test_a_stopped_run_continues_bit_for_bit(
     tmp_path: Path, step: int, data: Any, steps: int | None, reads_state: bool
@@ -358,27 +359,61 @@ def test_the_learning_rate_finder_leaves_all_batches_to_the_training() -> None:
         assert same(one, other)
 
 
-@pytest.mark.parametrize(("step", "workers"), [(3, 0), (11, 0), (15, 0), (None, 0), (15, 2)])
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.slow
-def test_torchdata_s_loader(tmp_path: Path, workers: int, step: int) -> None:
+def torchdata(workers: int) -> Any:
     torch = pytest.importorskip("torch")
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
-    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    rows = [{name: torch.from_numpy(np.asarray(x[i])) for name, x in DATA.items()} for i in range(len(X))]
+    order = loaders.sampler.RandomSampler(rows, generator=torch.Generator().manual_seed(3))
+    return loaders.StatefulDataLoader(rows, SIZE, sampler=order, num_workers=workers)
 
-    def loader() -> Any:
-        rows = [
-            {name: torch.from_numpy(np.asarray(array[i])) for name, array in DATA.items()}
-            for i in range(len(X))
-        ]
-        order = samplers.RandomSampler(rows, generator=torch.Generator().manual_seed(3))
-        return loaders.StatefulDataLoader(rows, SIZE, sampler=order, num_workers=workers)
 
-    twin, runner = executor(), executor()
-    expected = fit(twin, loader())
-    interrupt(loader(), tmp_path, step)
-    assert alike(fit(runner, loader(), checkpoint=tmp_path, resume=True)) == alike(expected)
+def grain() -> Any:
+    rows = [{name: x[i] for name, x in DATA.items()} for i in range(len(X))]
+    source = pytest.importorskip("grain").MapDataset.source(rows)
+    return source.shuffle(seed=1).to_iter_dataset().batch(SIZE)
+
+
+def hugging_face(is_shuffled: bool) -> Any:
+    rows = {name: x.tolist() for name, x in DATA.items()}
+    rows = pytest.importorskip("datasets").Dataset.from_dict(rows).to_iterable_dataset(num_shards=4)
+    # shuffled: the shards; a larger buffer is not in its state
+    return (rows.shuffle(seed=3, buffer_size=1) if is_shuffled else rows).batch(SIZE)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "torchdata": lambda: torchdata(0),
+    "torchdata, two workers": lambda: torchdata(2),
+    "grain": grain,
+    "Hugging Face": lambda: hugging_face(False),
+    "Hugging Face, shuffled": lambda: hugging_face(True),
+}
+
+
+@functools.cache
+def whole(loader: str) -> tuple[graphopt.Executor, Any]:
+    """Return what has trained on a loader without a stop, and its records."""
+    twin = executor()
+    return twin, alike(fit(twin, LOADERS[loader]()))
+
+
+@pytest.mark.parametrize("step", [3, 10, 11, 15, 22, None])
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.sample(10)
+@pytest.mark.slow
+def test_a_stopped_run_on_a_loader_of_others_continues(tmp_path: Path, loader: str, step: int | None) -> None:
+    twin, expected = whole(loader)
+    runner = executor()
+    interrupt(LOADERS[loader](), tmp_path, step)
+    assert alike(fit(runner, LOADERS[loader](), checkpoint=tmp_path, resume=True)) == expected
     assert same(runner, twin)
+
+
+def test_a_stream_of_rows_is_refused() -> None:
+    rows = {name: x.tolist() for name, x in DATA.items()}
+    stream = pytest.importorskip("datasets").Dataset.from_dict(rows).to_iterable_dataset()
+    with pytest.raises(GraphoptError, match=r"found one .*: yield batches, such as those of .batch"):
+        fit(executor(), stream)
 
 
 def test_pytorch_s_loader() -> None:
@@ -396,45 +431,3 @@ def test_pytorch_s_loader() -> None:
     trained = [{"x": torch.zeros(2, 3, requires_grad=True), "target": torch.zeros(2, dtype=torch.int64)}]
     with pytest.raises(GraphoptError, match=r"data 'x': expected an array, found a Tensor: .*requires grad"):
         fit(executor(), trained)
-
-
-@pytest.mark.parametrize("step", [3, 11, 15, None])
-@pytest.mark.slow
-def test_grain_s_data_set(tmp_path: Path, step: int | None) -> None:
-    grain = pytest.importorskip("grain")
-
-    def data() -> Any:
-        rows = grain.MapDataset.source([{n: a[i] for n, a in DATA.items()} for i in range(len(X))])
-        return rows.shuffle(seed=1).to_iter_dataset().batch(SIZE)
-
-    twin, runner = executor(), executor()
-    expected = fit(twin, data())
-    interrupt(data(), tmp_path, step)
-    assert alike(fit(runner, data(), checkpoint=tmp_path, resume=True)) == alike(expected)
-    assert same(runner, twin)
-
-
-@pytest.mark.parametrize("workers", [None, "shuffled"])
-@pytest.mark.parametrize("step", [3, 10, 11, 15, 22, None])
-@pytest.mark.slow
-def test_a_hugging_face_stream(tmp_path: Path, workers: str | None, step: int) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def data() -> Any:
-        rows = datasets.Dataset.from_dict({name: array.tolist() for name, array in DATA.items()})
-        rows = rows.to_iterable_dataset(num_shards=4)
-        if workers:
-            rows = rows.shuffle(seed=3, buffer_size=1)  # of the shards; a larger buffer is not in its state
-        return rows.batch(SIZE)
-
-    twin, runner = executor(), executor()
-    expected = fit(twin, data())
-    interrupt(data(), tmp_path, step)
-    assert alike(fit(runner, data(), checkpoint=tmp_path, resume=True)) == alike(expected)
-    assert same(runner, twin)
-    if workers:
-        with pytest.raises(GraphoptError, match=r"found one .*: yield batches, such as those of .batch"):
-            fit(
-                executor(),
-                datasets.Dataset.from_dict({"x": X.tolist(), "target": DATA["target"]}).to_iterable_dataset(),
-            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime
@@ -189,21 +190,6 @@ def test_cells_that_an_input_cannot_read_are_refused(
         graphopt.predict(model, graphopt.data.csv("t.csv", features=features))
 
 
-def test_numbers_with_fractions_are_no_strings() -> None:
-    table = pandas.DataFrame({"s": [0.5, 1.0], "x": [0.0, 1.0]})
-    with pytest.raises(GraphoptError, match=r"column 's': expected strings, .*whole numbers, found 0\.5"):
-        graphopt.predict(model_of(["1"]), table)
-
-
-def test_arrays_with_missing_strings_are_refused_before_a_step() -> None:
-    executor = graphopt.Executor(graphopt.compile(model_of(["a"]), **STEPS), native=False)
-    texts = np.array([["a"], [None], ["a"], ["a"]], object)
-    with pytest.raises(
-        GraphoptError, match=r"data 's': expected strings, found None in row 1: write missing ones as ''"
-    ):
-        graphopt.fit(executor, {"s": texts, "x": NUMBERS, "target": LABELS}, epochs=1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["csv", "parquet"])
 def test_the_command_reads_codes(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +213,9 @@ def test_a_trainer_takes_arrays_of_strings() -> None:
     trainer = graphopt.Trainer(model_of(CELLS["leading zeros"]), max_iter=1, **STEPS)
     trainer.fit({"s": texts, "x": NUMBERS[:, None]}, LABELS)
     assert trainer.predict({"s": texts, "x": NUMBERS[:, None]}).shape == (4,)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("string_columns_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("string_columns_mistakes", call, globals())

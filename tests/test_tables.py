@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import gzip
-import importlib.util
 import json
 import re
 import shutil
@@ -266,19 +264,6 @@ def test_models_of_any_opset_take_columns(
     runtime = session(columns.before(model, labels=["no", "yes"]))
     y, label = runtime.run(None, columns.inputs(table))
     assert (label == np.array(["no", "yes"])[y.argmax(axis=1)]).all()
-
-
-def test_models_that_do_not_take_the_features() -> None:
-    table = {"a": [1.0, 2.0], "b": ["u", "v"]}
-    columns = Columns.auto(table)
-    with pytest.raises(
-        GraphoptError, match="expected columns that have learnt from training rows, found a, b: call learn"
-    ):
-        columns.before(models.linear((3,), 1))
-    with pytest.raises(
-        GraphoptError, match=r"expected a model with one input \[rows, 3\], found x\[batch, ?4\]"
-    ):
-        columns.learn(table).before(models.linear((4,), 1))
 
 
 # Kinds
@@ -687,29 +672,3 @@ def test_workers_learn_the_same(table: Any) -> None:
     assert cli.main([*TABLE, *QUICK, "folder=one", "quiet=true"]) == 0
     assert cli.main([*TABLE, *QUICK, "folder=two", "quiet=true", "launcher=local", "launcher.workers=2"]) == 0
     assert Columns.of("one/trained.onnx") == Columns.of("two/trained.onnx")
-
-
-@pytest.mark.slow
-def test_the_titanic(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The passengers of the Titanic, in the file of OpenML that scikit-learn's tests have."""
-    sklearn = importlib.util.find_spec("sklearn")
-    assert sklearn is not None and sklearn.origin is not None
-    file = Path(sklearn.origin).parent / "datasets/tests/data/openml/id_40945/data-v1-dl-16826755.arff.gz"
-    if not file.is_file():
-        pytest.skip("this scikit-learn comes without its tests")
-    monkeypatch.chdir(tmp_path)
-    names = [*("pclass", "survived", "name", "sex", "age", "sibsp", "parch", "ticket", "fare", "cabin")]
-    names += ["embarked", "boat", "body", "home"]
-    lines = gzip.decompress(file.read_bytes()).decode().partition("@data")[2].strip().splitlines()
-    rows = [["" if cell == "?" else cell for cell in row] for row in csv.reader(lines)]
-    with open("titanic.csv", "w", newline="", encoding="utf-8") as written:
-        csv.writer(written).writerows([names, *rows])
-    given = ["data=csv", "data.path=titanic.csv", "data.target=survived", "folder=run", "executor.threads=1"]
-    assert cli.main([*given, "data.columns=auto"]) == 1
-    assert "columns={*: auto, name: null, ticket: null, cabin: null, boat: null" in capsys.readouterr().err
-    left_out = ", ".join(f"{name}: null" for name in ("name", "ticket", "cabin", "boat", "body", "home"))
-    assert cli.main([*given, f"data.columns={{*: auto, pclass: category, {left_out}}}"]) == 0
-    last = Path("run/metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["accuracy"] > 0.75

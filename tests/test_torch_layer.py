@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 from torch import nn
+from twins import descended
 
 import graphopt
 import passes
@@ -116,9 +117,7 @@ def test_training_by_a_pytorch_optimizer_and_two_passes_on_their_way(pair: Any) 
             first, _, _ = network(tensors["x"], tensors["ids"], tensors["scale"])
             second, _, _ = network(tensors["x"].flip(0).contiguous(), tensors["ids"], tensors["scale"])
             loss = (first - second).square().mean() + first.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descended(loss, optimizer)
             losses[-1].append(loss.item())
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
 

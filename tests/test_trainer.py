@@ -10,19 +10,16 @@ import onnx
 import pytest
 from builders import linear, mlp
 from onnx.reference import ReferenceEvaluator
-from skl2onnx import to_onnx
 from sklearn.base import clone
-from sklearn.datasets import load_diabetes, make_regression
+from sklearn.datasets import make_regression
 from sklearn.linear_model import LogisticRegression, SGDRegressor
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
-from sklearn.neural_network import MLPClassifier
 from sklearn.utils import estimator_checks
 
 import graphopt
 import passes
 from graphopt import models
-from graphopt.data import Loader
 from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
@@ -220,38 +217,6 @@ def test_schedules_are_scikit_learns(schedule):
     np.testing.assert_allclose(state["b"].ravel(), theirs.intercept_, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_model_of_scikit_learn_is_trained_further():
-    x, y = load_diabetes(return_X_y=True)
-    labels = (y > np.median(y)).astype(int)
-    fitted = MLPClassifier((8,), max_iter=1, random_state=0)
-    with pytest.warns(UserWarning, match="Maximum iterations"):
-        fitted.fit(x, labels)
-    model = to_onnx(fitted, x[:1].astype(np.float32))
-    loss = passes.BinaryCrossEntropy(from_logits=False)
-    outputs = len(model.graph.output)
-    trainer = graphopt.Trainer(model, loss=loss, optimizer=passes.AdamW(0.01), max_iter=30)
-    try:
-        trainer.fit(x, labels)
-    except graphopt.GraphoptError:
-        trainer.set_params(loss=passes.CrossEntropy(from_logits=False)).fit(x, labels)
-    assert trainer.train_losses_[-1] < trainer.train_losses_[0]
-    assert len(trainer.get_trained_onnx().graph.output) == outputs
-
-
-@pytest.mark.parametrize("shuffle", [True, "consecutive", False])
-def test_a_loader_reaches_every_row_in_each_epoch(shuffle):
-    loader = Loader({"x": np.arange(103)}, 10, shuffle=shuffle, seed=1)
-    epochs = [np.concatenate([batch["x"] for batch in loader]) for _ in range(2)]
-    assert len(loader) == 11
-    for rows in epochs:
-        np.testing.assert_array_equal(np.sort(rows), np.arange(103))
-    assert np.array_equal(*epochs) == (shuffle is False)
-    if shuffle == "consecutive":
-        batches = [batch["x"] for batch in loader]
-        assert all(np.isin(np.diff(batch), [1, -102]).all() for batch in batches)
-
-
 @pytest.mark.parametrize("call", messages.calls("trainer_mistakes"))
 def test_what_is_wrong_is_said(call: str) -> None:
     messages.refused("trainer_mistakes", call, globals())
@@ -318,11 +283,6 @@ def test_probabilities_are_scikit_learns(classes):
     np.testing.assert_allclose(trainer.predict_proba(X), weights.predict_proba(X), atol=1e-6)
     found = cross_val_score(trainer, X, labels, cv=3, scoring="neg_log_loss")
     assert np.isfinite(found).all() and found.min() > -2
-
-
-def test_a_loss_without_probabilities_says_so():
-    with pytest.raises(graphopt.GraphoptError, match=r"predict_proba: expected CrossEntropy .*found Hinge"):
-        CLASSIFIERS["hinge"]()[0].predict_proba(X)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_what_gpus_run_trains_each_network(optimizer: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("training", PAIRS, ids=str)
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.slow
 def test_each_pair_of_settings_trains_as_pytorch_does(training: Training) -> None:
     assert wrong(training) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -392,15 +393,6 @@ def test_equal_statistics_of_two_nodes_stay_apart():
     np.testing.assert_allclose(found, executor.predict(x=x)["y"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("ratio", [1.0, -0.5, 2.0, np.nan, np.inf, 1e38])
-def test_a_ratio_that_is_none_is_refused(ratio):
-    text = "g (float[N,4] x) => (float[N,4] y) { h = Mul(x, w)\n y = Dropout(h, ratio) }"
-    with pytest.raises(graphopt.GraphoptError, match=r"Dropout node .*: expected a ratio in \[0, 1\), found"):
-        graphopt.Pipeline(a=passes.Normalize(), b=passes.TrainingMode())(
-            model(text, w=np.ones(4), ratio=np.array(ratio))
-        )
-
-
 def test_a_batch_of_unknown_rank_is_not_normalized():
     text = """g (float[N,4] x, int64[K] s) => (float[M] y) {
         h = Reshape(x, s) b = BatchNormalization(h, one, zero, zero, one) y = Flatten(b) }"""
@@ -409,16 +401,6 @@ def test_a_batch_of_unknown_rank_is_not_normalized():
         graphopt.GraphoptError, match=r"BatchNormalization node .*: expected an input of known rank"
     ):
         graphopt.Pipeline(a=passes.Normalize(), b=passes.TrainingMode())(model(text, **given))
-
-
-def test_a_ratio_that_is_no_constant_is_refused():
-    proto = model(
-        "g (float[N,4] x, float r) => (float[N,4] y) { h = Mul(x, w)\n y = Dropout(h, r) }", w=np.ones(4)
-    )
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"Dropout node .*: expected a constant ratio, found 'r'"
-    ):
-        graphopt.compile(proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError())
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (3, 2, 4, 3)])
@@ -585,17 +567,6 @@ def test_a_dropout_that_the_file_has_in_training_mode_drops_by_default_and_not_i
     np.testing.assert_array_equal(*found)
 
 
-def test_a_pattern_that_leaves_out_nothing_is_refused():
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"leave_out='bn3.\*' matches no .*; the model has: .*bn1.mean"
-    ):
-        graphopt.compile(
-            two_normalizations(0, 0),
-            training=passes.TrainingMode(leave_out=("bn1.*", "bn3.*")),
-            loss=passes.MeanSquaredError(),
-        )
-
-
 @pytest.mark.parametrize(
     ("training", "warned"),
     [
@@ -662,3 +633,9 @@ def test_a_note_of_batch_statistics_in_a_trained_file_counts_for_nothing():
         step = graphopt.compile(proto, training=None, loss=passes.MeanSquaredError())
         found.append(graphopt.run(step, feeds)["w.grad"])
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("training_mode_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("training_mode_mistakes", call, globals())

@@ -12,7 +12,6 @@ import graphopt
 import passes
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.runners import ALONE, TOGETHER, Pace
-from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((50, 8, 4)).astype(np.float32)
@@ -171,20 +170,6 @@ def test_names_differ_from_those_in_a_branch():
     assert [one["loss"] for one in found] == [single.step(batch)["loss"] for batch in BATCHES[:6]]
 
 
-def test_fit_is_the_same_with_calls_of_several_steps():
-    data = {"x": X.reshape(-1, 4), "target": T.reshape(-1, 3)}
-    records = []
-    for count in (1, 16):
-        executor = graphopt.Executor(
-            compiled(optimizer=passes.AdamW(0.01)), steps_per_call=count, report=["loss"]
-        )
-        seen: list[int] = []
-        records.append(fit(executor, data, epochs=2, batch_size=30, validation=None, callbacks=[Rows(seen)]))
-        assert sum(seen) == 800
-    for one, other in zip(*records, strict=True):
-        assert one["loss"] == other["loss"]
-
-
 def test_hyperparameters_in_batches_are_fed_step_by_step():
     step = compiled(optimizer=passes.SGD(0.1))
     single, several = graphopt.Executor(step), graphopt.Executor(step, steps_per_call=3)
@@ -193,18 +178,6 @@ def test_hyperparameters_in_batches_are_fed_step_by_step():
     expected = [single.step(batch)["loss"] for batch in batches]
     assert [one["loss"] for one in several.run(batches)] == expected
     equal(single, several)
-
-
-class Rows(graphopt.Callback):
-    """Notes how many rows each step had."""
-
-    reads_state = False
-
-    def __init__(self, seen):
-        self.seen = seen
-
-    def on_step_end(self, run, record):
-        self.seen.append(record["rows"])
 
 
 def test_what_is_wrong_is_said():

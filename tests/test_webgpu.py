@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnxruntime
 import pytest
@@ -79,6 +80,7 @@ def reads(monkeypatch: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.sample(4)
 def test_the_graphs_of_the_hosts_train(name: str) -> None:
     on_cpu, on_gpu = pair(GRAPHS[name][0]())
     for batch in batches(name)[:20]:
@@ -104,6 +106,7 @@ def test_the_graphs_of_the_hosts_train(name: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.sample(5)
 def test_options_do_not_change_the_losses(network: str, options: dict[str, Any]) -> None:
     """Batches of two sizes, and evaluations between the steps."""
     on_cpu, on_gpu = pair(compiled(network, clip=passes.ClipGlobalNorm(0.5)), **options)
@@ -204,12 +207,6 @@ def test_mixed_precision_trains_where_the_adapter_has_16_bit_floats() -> None:
             losses(on_gpu)
         pytest.skip("the adapter has no 16-bit floats")
     assert found == pytest.approx(losses(on_cpu), rel=1e-2)
-
-
-def test_types_without_kernels_are_named() -> None:
-    step = compiled(precision=passes.MixedPrecision("bfloat16"))
-    with pytest.raises(graphopt.GraphoptError, match="for these element types: take another precision"):
-        graphopt.Executor(step, device="webgpu")
 
 
 def test_a_step_reads_the_device_once(reads: Counter[str], tmp_path: Path, monkeypatch: Any) -> None:
@@ -346,47 +343,6 @@ class Negated(Pass):
         model.graph.remove(node, safe=True)
 
 
-def test_a_form_that_computes_other_numbers_is_an_error() -> None:
-    wrong = graphopt.Target("wrong", graphopt.Pipeline(negated=Negated(), forms=passes.Portable("webgpu")))
-    on_gpu = graphopt.Executor(compiled(optimizer=passes.SGD(0.1)), device="webgpu", target=wrong)
-    with pytest.raises(graphopt.GraphoptError, match="expected the numbers of the plain step"):
-        on_gpu.step(BATCHES[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device": "webgpu:1"}, "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'webgpu:1'"),
-        ({"device": "cpu", "provider": "webgpu"}, "write device='webgpu' for WebGPU"),
-        ({"device": "webgpu", "provider": "cpu"}, "write device='webgpu' for WebGPU"),
-        ({"device": "webgpu", "native": True}, "native: expected the device 'cpu'"),
-        ({"device": "webgpu", "in_place": True}, "in_place: expected kernels on the CPU"),
-        (
-            {"device": "webgpu", "provider_options": {"webgpuDevice": 4096}},
-            "unknown option of WebGPU 'webgpuDevice'",
-        ),
-        (
-            {"device": "webgpu", "provider_options": {"enableGraphCapture": 1}},
-            "unknown option of WebGPU 'enableGraphCapture'",
-        ),
-        (
-            {"device": "webgpu", "provider_options": {"powerpreference": "low-power"}},
-            "nearest: 'powerPreference'",
-        ),
-        (
-            {"device": "webgpu", "provider_options": {"powerPreference": "low"}},
-            "provider_options.powerPreference: expected 'high-performance' or 'low-power', found 'low'",
-        ),
-        ({"device": "webgpu", "provider_options": {"enableInt64": "yes"}}, "expected 0 or 1, found 'yes'"),
-        ({"device": "webgpu", "provider_options": {3: 4}}, "unknown option of WebGPU '3'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.Executor(compiled(), **options)
-
-
 def test_a_device_is_copied_with_its_options() -> None:
     device = graphopt.Device("webgpu", provider_options={"enableInt64": True}, low_memory=True)
     for copied in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
@@ -488,3 +444,9 @@ def test_a_machine_without_an_adapter_is_told_what_to_install(tmp_path: Path) ->
     assert (
         "device 'webgpu': expected a graphics adapter, found none" in last and "mesa-vulkan-drivers" in last
     )
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("webgpu_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("webgpu_mistakes", call, globals())

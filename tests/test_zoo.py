@@ -12,7 +12,7 @@ TOOLS = ("onnxslim", "onnxsim", "onnxoptimizer")  # which the tests do without
     ("family", "name"), [(family, name) for family in zoo.SAMPLE for name in zoo.SAMPLE[family]]
 )
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_trains_as_in_its_framework(family, name):
     case = zoo.cases(family)[name]
     for exporter in case.exporters:

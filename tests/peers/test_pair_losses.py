@@ -283,6 +283,7 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
         {"loss_type": "grpo", "beta": 0.3, "temperature": 0.7},
         {"loss_type": "dr_grpo", "epsilon_high": 0.4},
         {"loss_type": "dapo", "beta": 0.1, "epsilon_low": 0.1, "importance_sampling_level": "sequence"},
+        {"loss_type": "bnpo", "beta": 0.2, "use_bias_correction_kl": False},
     ],
     ids=lambda options: options["loss_type"],
 )
