@@ -15,7 +15,7 @@ from builders import mlp
 
 import graphopt
 import passes
-from graphopt.runtime import forms
+from graphopt.runtime import forms, rehearsal, translation
 from graphopt.runtime.contest import KERNELS, MEASURED_STEPS, Clock
 from graphopt.runtime.translation import Mistranslated, Translation
 from graphopt.targets.native import toolchain
@@ -75,6 +75,38 @@ def test_the_other_process_compares_kernels_with_the_plain_step(cache, step, mon
     executor = graphopt.Executor(step, native="auto")
     lowered_meanwhile(executor)
     assert [*cache.parent.glob("steps/*.verified.json")]
+
+
+@pytest.fixture
+def frozen_step(cache, parts, monkeypatch):
+    """Return a training graph of adapters, whose other weights stay where they are, beyond those that are sent."""
+    monkeypatch.setattr(forms, "REHEARSED_NODES", 1)
+    monkeypatch.setattr(rehearsal, "LARGEST_WEIGHTS", 0)
+    monkeypatch.setattr(translation, "LARGEST_WEIGHTS", 0)
+    adapter, loss = passes.LoRA("fc1.weight", rank=16), passes.MeanSquaredError()
+    return graphopt.compile(mlp((4, 300, 600, 3)), adapter=adapter, loss=loss, optimizer=passes.AdamW(1e-4))
+
+
+@pytest.mark.slow
+def test_plain_steps_of_frozen_weights_run_while_another_process_lowers(frozen_step):
+    executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
+    assert executor._runner.native is None
+    losses = lowered_meanwhile(executor)
+    assert executor._runner.native is True  # nothing is measured
+    waiting = graphopt.Executor(frozen_step, native=True, frozen="low")
+    batches = [batch for batch, _ in zip(itertools.cycle(BATCHES), losses, strict=False)]
+    np.testing.assert_allclose(losses, [waiting.step(batch)["loss"] for batch in batches], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_plain_step_that_takes_much_memory_waits_for_kernels(frozen_step, monkeypatch):
+    monkeypatch.setattr(forms, "FEW_NUMBERS", 0)
+    executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
+    executor.step(BATCHES[0])
+    assert executor._runner.native is None  # on 8 rows, it does not
+    monkeypatch.setattr(forms, "step_bytes", lambda *_: 2**40)
+    executor.step(BATCHES[0])
+    assert executor._runner.native is True
 
 
 @pytest.mark.slow
@@ -222,7 +254,7 @@ def test_if_the_process_that_lowers_fails_its_error_is_told(cache, step, monkeyp
 def test_the_process_that_lowers_ends_with_the_one_that_trains(cache, step, tmp_path):
     graphopt.save(step, tmp_path / "step.onnx")
     program = f"""import graphopt, time
-from graphopt.runtime import forms
+from graphopt.runtime import forms, rehearsal, translation
 forms.REHEARSED_NODES = 1
 executor = graphopt.Executor({str(tmp_path / "step.onnx")!r}, native="auto")
 print(executor._runner._forms._contest.candidates["kernels"].rehearsal._process.pid, flush=True)

@@ -99,6 +99,7 @@ class BoundSession:
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
         packed: the names of the numbers that the graph returns in one vector, `PACKED`.
+        optimized: let the runtime optimize the graph.
 
     Attributes:
         state_is_finite: whether the latest call found its new state to be finite; not all sessions look.
@@ -115,11 +116,15 @@ class BoundSession:
         check: str | None = None,
         shared: Sequence[str] = (),
         packed: Sequence[str] = (),
+        *,
+        optimized: bool = True,
     ) -> None:
         self.model, self.name, self.library, self.shared, self._packed = model, name, library, shared, packed
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self._fetched = [x for x in self._report if x not in packed] + [PACKED] * bool(packed)
-        self.session = Session(device, model, library=library, captures=device.graph_capture)
+        self.session = Session(
+            device, model, library=library, captures=device.graph_capture, optimized=optimized
+        )
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         # Of arrays that were fed last on the CPU: the copy of a small one, shape and element type; the same in a list
