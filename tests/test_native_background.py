@@ -99,13 +99,21 @@ def test_plain_steps_of_frozen_weights_run_while_another_process_lowers(frozen_s
 
 
 @pytest.mark.slow
+def test_if_the_process_lacks_weights_this_one_lowers(frozen_step, monkeypatch):
+    executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
+    rehearsal_of(executor)._process.kill()
+    assert len(lowered_meanwhile(executor)) == 1
+    assert executor._runner.native is True
+
+
+@pytest.mark.slow
 def test_a_plain_step_that_takes_much_memory_waits_for_kernels(frozen_step, monkeypatch):
     monkeypatch.setattr(forms, "FEW_NUMBERS", 0)
     executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
     executor.step(BATCHES[0])
     assert executor._runner.native is None  # on 8 rows, it does not
     monkeypatch.setattr(forms, "step_bytes", lambda *_: 2**40)
-    executor.step(BATCHES[0])
+    executor.step({name: x[:3] for name, x in BATCHES[0].items()})
     assert executor._runner.native is True
 
 

@@ -76,6 +76,7 @@ class StepSessions:
     held: int = 0
     _digest: str | None = field(default=None, init=False)  # of the kernels that are open
     _has_shared: bool = field(default=False, init=False)  # whether they write in place
+    _rooms: dict[str, bool] = field(default_factory=dict, init=False)  # for plain steps, by shapes
 
     @functools.cached_property
     def plain_model(self) -> ir.Model:
@@ -109,12 +110,16 @@ class StepSessions:
         On few numbers, its values are smaller than the weights. Otherwise, twice the weights are as much as PyTorch
         with peft takes (`examples/benchmarks/large.py --defaults`, 256 tokens).
         """
-        if not self.is_low or sum(math.prod(x.shape) for x in feeds.values()) <= FEW_NUMBERS:
+        if not self.is_low:
             return True
-        with contextlib.suppress(GraphoptError):
-            needed = step_bytes(self.plain_model, {name: tuple(x.shape) for name, x in feeds.items()})
-            return needed <= min(2 * frozen_bytes(self.model, as_floats=True), available())
-        return False
+        shapes = {name: x.shape() if callable(x.shape) else x.shape for name, x in feeds.items()}
+        key = str(shapes)
+        if key not in self._rooms:
+            self._rooms[key] = sum(map(math.prod, shapes.values())) <= FEW_NUMBERS
+            with contextlib.suppress(GraphoptError):
+                most = min(2 * frozen_bytes(self.model, as_floats=True), available())
+                self._rooms[key] = self._rooms[key] or step_bytes(self.plain_model, shapes) <= most
+        return self._rooms[key]
 
     def for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
@@ -150,7 +155,10 @@ class StepSessions:
             return None
         with self._guarded():
             kept = self._kept() if may_wait else None
-            is_light = not self.several and (self.is_low or weight_bytes(model) <= LARGEST_WEIGHTS)
+            is_sent = (
+                weight_bytes(model) <= LARGEST_WEIGHTS
+            )  # else, weights that follow from shapes could not be folded
+            is_light = not self.several and (is_sent or (self.is_low and not self.shapes))
             is_long = sys.executable and (
                 len(model.graph) >= REHEARSED_NODES
                 or (not is_strict() and lacks_parts(model, self.device.product_precision))
@@ -161,11 +169,7 @@ class StepSessions:
                     "compiling for this machine, once for this graph; steps run without kernels meanwhile"
                 )
                 return Candidate(functools.partial(self._rehearsed, rehearsal), lambda: rehearsal)
-            threads, precision = self.device.threads, self.device.product_precision
-            form = self._bound(
-                kept
-                or lower_to_kernels(model, threads=threads, in_place=options.in_place, precision=precision)
-            )
+            form = self._bound(kept or self._lowered())
             return None if form is None else Candidate(lambda: form)
         return None
 
@@ -179,9 +183,19 @@ class StepSessions:
     def _rehearsed(self, rehearsal: Rehearsal) -> BoundSession | None:
         """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
         with self._guarded():
+            if self.is_low:  # a process that had needed the weights has failed
+                with contextlib.suppress(GraphoptError):
+                    rehearsal.wait()
+                return self._bound(self._lowered())
             rehearsal.wait()
             return self._bound(self._kept())
         return None
+
+    def _lowered(self) -> Lowered | None:
+        """Return the graph with its kernels, from the cache or made now."""
+        threads, precision = self.device.threads, self.device.product_precision
+        in_place = self.options.in_place
+        return lower_to_kernels(self._model, threads=threads, in_place=in_place, precision=precision)
 
     def _kept(self) -> Lowered | None:
         """Return the graph with its kernels, if the cache has them."""
