@@ -59,15 +59,15 @@ def library() -> Path | None:
     return next(iter(sorted(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))), None)
 
 
-def build(folder: Path) -> Path:
-    """Compile the program with the sanitizers, and return its path."""
+def build(folder: Path, program: Path = SOURCE / "train.c") -> Path:
+    """Compile a program with the sanitizers, and return its path."""
     found = library()
     assert found is not None
     (folder / "libonnxruntime.so.1").symlink_to(found)
     command = ["gcc", "-std=c11", "-g", "-O1", *SANITIZERS, f"-I{SOURCE}", f"-I{SOURCE / 'abi'}"]
-    command += [SOURCE / "train.c", SOURCE / "graphopt.c", folder / "libonnxruntime.so.1", "-lm"]
-    subprocess.run([*command, f"-Wl,-rpath,{folder}", "-o", folder / "train"], check=True)
-    return folder / "train"
+    command += [program, SOURCE / "graphopt.c", folder / "libonnxruntime.so.1", "-lm"]
+    subprocess.run([*command, f"-Wl,-rpath,{folder}", "-o", folder / program.stem], check=True)
+    return folder / program.stem
 
 
 def files_of(name: str) -> dict[str, bytes]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 from builders import linear, model
+from steps import assert_close
 
 import graphopt
 import graphopt.models
@@ -280,3 +284,100 @@ def with_bad_batches(name: str, steps: int = 14) -> list[Batch]:
     drawn = [draw(random) for _ in range(steps)]
     made = [spoil(batch) if i in BAD_AT else batch for i, batch in enumerate(drawn)]
     return [{key: x.astype(drawn[0][key].dtype) for key, x in batch.items()} for batch in made]
+
+
+LINEAR = "g (float[N,8] x) => (float[N,6] y) { h = MatMul(x, w)\n y = Add(h, b) }"
+HALVES = """g (float16[N,8] x) => (float[N,6] y) {
+    h = MatMul(x, w)
+ a = Add(h, b)
+ y = Cast<to=1>(a)
+}"""
+SPLIT = """g (float[N,8] x) => (float[N,12] y) {
+    h = MatMul(x, w)\n q, k, v = Split<axis=1>(h, s)\n y = Concat<axis=1>(v, k, q)
+}"""
+FILTERS = "g (float[N,2,5,5] x) => (float[N,3,5,5] y) { y = Conv<pads=[1,1,1,1]>(x, w, b) }"
+WORDS = "g (int64[N,3] x) => (float[N,3,4] y) { y = Gather(w, x) }"
+PACKED = "m.0.attn.qkv_proj.MatMul.weight"
+BOTH = ["onnxruntime", "peft"]
+# Networks, the adapter and other passes, and the forms of files that a host writes.
+ADAPTERS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "plain": (LINEAR, {"adapter": passes.LoRA("layer.weight", rank=2, alpha=3)}, BOTH),
+    "halves": (HALVES, {"adapter": passes.LoRA("layer.weight", rank=2, alpha=3)}, BOTH),
+    "root": (LINEAR, {"adapter": passes.LoRA("layer.weight", rank=3, scaling="rank_stabilized")}, BOTH),
+    "several": (
+        LINEAR,
+        {"adapter": [passes.LoRA("layer.weight", rank=2), passes.LoRA("layer.weight", rank=1, alpha=3)]},
+        BOTH,
+    ),
+    "average": (LINEAR, {"adapter": passes.LoRA("layer.weight", rank=2), "average": passes.EMA(0.5)}, BOTH),
+    "bias": (
+        LINEAR,
+        {
+            "adapter": passes.LoRA("layer.weight", rank=2),
+            "parameters": passes.Parameters(unfreeze=["layer.bias"]),
+        },
+        BOTH,
+    ),
+    "dora": (
+        LINEAR,
+        {"adapter": passes.LoRA("layer.weight", rank=2, alpha=3, dora=True)},
+        BOTH,
+    ),
+    "dora of parts": (
+        SPLIT,
+        {"adapter": passes.LoRA("*qkv*", rank=2, alpha=5, parts={"q": 6, "_": 3, "v": 3}, dora=True)},
+        BOTH,
+    ),
+    "average of dora": (
+        LINEAR,
+        {"adapter": passes.LoRA("layer.weight", rank=2, dora=True), "average": passes.EMA(0.5)},
+        BOTH,
+    ),
+    "dora of filters": (FILTERS, {"adapter": passes.LoRA("layer.weight", rank=2, dora=True)}, BOTH),
+    "packed": (SPLIT, {"adapter": passes.LoRA("*qkv*", rank=2)}, BOTH),
+    "parts": (
+        SPLIT,
+        {"adapter": passes.LoRA("*qkv*", rank=2, alpha=5, parts={"q": 6, "_": 3, "v": 3})},
+        BOTH,
+    ),
+    "filters": (FILTERS, {"adapter": passes.LoRA("layer.weight", rank=2)}, BOTH),
+    "words": (WORDS, {"adapter": passes.LoRA("layer.weight", rank=2)}, BOTH),
+}
+ADAPTER_FILES = {
+    "onnxruntime": ["adapter.onnx_adapter"],
+    "peft": ["adapter_config.json", "adapter_model.safetensors"],
+}
+
+
+def adapted(name: str) -> tuple[ir.Model, dict[str, np.ndarray], list[str]]:
+    """Return a training graph with adapters, a batch for it, and the forms of files that a host writes."""
+    text, steps, forms = ADAPTERS[name]
+    random = np.random.default_rng(0)
+    shapes = {LINEAR: (8, 6), HALVES: (8, 6), SPLIT: (8, 12), FILTERS: (3, 2, 3, 3), WORDS: (9, 4)}
+    weights = {"w": random.standard_normal(shapes[text]), "b": np.zeros(3 if text is FILTERS else 6)}
+    others = {"s": np.array([6, 3, 3])} if text is SPLIT else {}
+    network = model(text, **{x: weights[x] for x in weights if f"{x})" in text or f"{x}," in text}, **others)
+    names = {"w": PACKED if text is SPLIT else "layer.weight", "b": "layer.bias"}
+    for holder in (*network.graph.initializer, *network.graph.node):
+        if isinstance(holder, onnx.TensorProto):
+            holder.name = names.get(holder.name, holder.name)
+            if text is HALVES:
+                array = onnx.numpy_helper.to_array(holder).astype(np.float16)
+                holder.CopyFrom(onnx.numpy_helper.from_array(array, holder.name))
+        else:
+            holder.input[:] = [names.get(x, x) for x in holder.input]
+    step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.02), **steps)
+    dtype = np.float16 if text is HALVES else np.float32
+    rows = {FILTERS: (4, 2, 5, 5), WORDS: (4, 3)}.get(text, (4, 8))
+    x = random.integers(0, 9, rows) if text is WORDS else random.standard_normal(rows).astype(dtype)
+    target = random.standard_normal(graphopt.run(network, {"x": x})["y"].shape).astype(np.float32)
+    return step, {"x": x, "target": target}, forms
+
+
+def same_adapters(first: Path, second: Path) -> None:
+    """Compare two adapter files of ONNX Runtime."""
+    files = [
+        onnxruntime.AdapterFormat.read_adapter(str(path)) for path in (first, second)
+    ]  # they hold the numbers
+    found, expected = ({name: x.numpy() for name, x in file.get_parameters().items()} for file in files)
+    assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -171,7 +171,7 @@ CASES = {
 def trained(first: Contest, plain: Form, timer: SimpleNamespace) -> str | None:
     """Train until the fastest form is known, and return its name; no form runs that the oracle has found wrong."""
     oracle: Any = first.oracle
-    turns = live(first, first.memory, plain)  # type: ignore[arg-type]
+    turns = live(first, plain)  # type: ignore[arg-type]
     form, latest = next(turns), None
     while True:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,19 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import model
-from host_graphs import BAD, BAD_AT, GRAPHS, MORE, Batch, batches, with_bad_batches
+from host_graphs import (
+    ADAPTER_FILES,
+    ADAPTERS,
+    BAD,
+    BAD_AT,
+    GRAPHS,
+    MORE,
+    Batch,
+    adapted,
+    batches,
+    same_adapters,
+    with_bad_batches,
+)
 from steps import assert_close
 
 import graphopt
@@ -24,7 +37,7 @@ import passes
 pytestmark = pytest.mark.usefixtures("plain")
 
 SOURCE = Path(graphopt.__file__).parent / "hosts" / "c"
-MISTAKES = Path(__file__).parents[1] / "examples" / "hosts" / "c" / "test" / "mistakes.c"
+PROGRAMS = Path(__file__).parents[1] / "examples" / "hosts" / "c" / "test"
 LISTING = Path(__file__).parent / "listings" / "c_mistakes.txt"  # UPDATE_LISTINGS=1 writes it
 STEPS = 50
 
@@ -39,7 +52,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.skip(f"{tool} is not installed")
     folder = tmp_path_factory.mktemp("build")
     make = ["make", "-s", f"LIBRARY={found[0]}", f"BUILD={folder}", "CC=gcc"]
-    for source in (SOURCE / "train.c", MISTAKES):
+    for source in (SOURCE / "train.c", PROGRAMS / "mistakes.c", PROGRAMS / "adapter.c"):
         subprocess.run([*make, f"PROGRAM={source}"], cwd=SOURCE, check=True)
     return folder
 
@@ -135,6 +148,84 @@ def test_a_bad_batch_does_not_spoil_the_state(name: str, program: Path, tmp_path
     assert refused[without] == []
     executor = graphopt.Executor(step, threads=1)
     np.testing.assert_allclose(expected[:-1], [executor.step(batch)["loss"] for batch in good], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapter_files_are_those_of_python(name: str, build: Path, tmp_path: Path) -> None:
+    """After training in Python, byte for byte, or to rounding where a graph computes norms."""
+    step, batch, forms = adapted(name)
+    graphopt.export_hosts(step, tmp_path / "host")
+    executor = graphopt.Executor(step, threads=1)
+    executor.run([batch] * 5)
+    executor.save(tmp_path / "state.safetensors", checksum=False)
+    for form in ADAPTER_FILES:
+        found, expected = tmp_path / f"{form} found", tmp_path / f"{form} expected"
+        found.mkdir()
+        command = [build / "adapter", tmp_path / "host", tmp_path / "state.safetensors", form, found]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if form not in forms:
+            assert done.stderr.startswith(
+                f"adapter: adapter: expected the form {form} in host.json, found none"
+            )
+            continue
+        assert not done.returncode, done.stderr
+        path = expected / ADAPTER_FILES[form][0] if form == "onnxruntime" else expected
+        expected.mkdir()
+        graphopt.save_adapter(executor, path, form=form)  # type: ignore[arg-type]
+        assert sorted(x.name for x in found.iterdir()) == ADAPTER_FILES[form]
+        for file in ADAPTER_FILES[form]:
+            if form == "onnxruntime" and "dora" in name:
+                same_adapters(found / file, expected / file)
+            else:
+                assert (found / file).read_bytes() == (expected / file).read_bytes(), file
+
+
+HOSTILE = [
+    *(
+        {key: value}
+        for key in ("offset", "first", "shape", "strides", "state_strides")
+        for value in (-1, 2**20, 2**31 - 1, 2**63, [2**31 - 1] * 2, [2**20] * 16, [2] * 17, "[", None)
+    ),
+    {"shape": [0, 0]},
+    *({"state": name} for name in ("x", "learning_rate", "none", "a" * 9999, 5)),
+    {"type": "bfloat16", "offset": 10**9},
+]
+
+
+@pytest.mark.slow
+def test_hostile_blocks_of_adapters_are_refused(tmp_path: Path) -> None:
+    """Under sanitizers."""
+    if fuzz_hosts.library() is None or shutil.which("gcc") is None:
+        pytest.skip("needs gcc and ONNX Runtime's library")
+    (tmp_path / "build").mkdir()
+    program = fuzz_hosts.build(tmp_path / "build", PROGRAMS / "adapter.c")
+    options = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    step, _, _ = adapted("dora")
+    graphopt.export_hosts(step, tmp_path / "host")
+    contract, written = tmp_path / "host" / "host.json", tmp_path / "written"
+    written.mkdir()
+    command = [
+        program,
+        tmp_path / "host",
+        tmp_path / "host" / "state.safetensors",
+        "onnxruntime",
+        written,
+    ]
+    host = json.loads(contract.read_text())
+    (blocks,) = host["adapters"]["onnxruntime"].values()
+    files = {
+        "../adapter.onnx_adapter": blocks,
+        "host.json": blocks,
+        "adapter_config.json": blocks,
+        "": blocks,
+    }
+    cases = [{"adapter.onnx_adapter": [*blocks, {**blocks[0], **change}]} for change in HOSTILE]
+    for case in [*cases, *({name: x} for name, x in files.items())]:
+        contract.write_text(json.dumps({**host, "adapters": {"onnxruntime": case}}, indent=1))
+        done = subprocess.run(command, capture_output=True, text=True, env=options, check=False)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, (case, done)
+        assert "host.json: adapters: expected" in done.stderr
+    assert not [*written.iterdir()]
 
 
 def sequences() -> ir.Model:

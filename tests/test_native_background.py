@@ -15,7 +15,7 @@ from builders import mlp
 
 import graphopt
 import passes
-from graphopt.runtime import forms
+from graphopt.runtime import forms, rehearsal, translation
 from graphopt.runtime.contest import KERNELS, MEASURED_STEPS, Clock
 from graphopt.runtime.translation import Mistranslated, Translation
 from graphopt.targets.native import toolchain
@@ -73,6 +73,46 @@ def test_plain_steps_run_while_another_process_lowers_and_compares(cache, step, 
     assert executor.state.keys() == plain.state.keys()
     for name, array in plain.state.items():
         np.testing.assert_allclose(executor.state[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.fixture
+def frozen_step(cache, parts, monkeypatch):
+    """Return a training graph of adapters, whose other weights stay where they are, beyond those that are sent."""
+    monkeypatch.setattr(forms, "REHEARSED_NODES", 1)
+    monkeypatch.setattr(rehearsal, "LARGEST_WEIGHTS", 0)
+    monkeypatch.setattr(translation, "LARGEST_WEIGHTS", 0)
+    adapter, loss = passes.LoRA("fc1.weight", rank=16), passes.MeanSquaredError()
+    return graphopt.compile(mlp((4, 300, 600, 3)), adapter=adapter, loss=loss, optimizer=passes.AdamW(1e-4))
+
+
+@pytest.mark.slow
+def test_plain_steps_of_frozen_weights_run_while_another_process_lowers(frozen_step):
+    executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
+    assert executor._runner.native is None
+    losses = lowered_meanwhile(executor)
+    assert executor._runner.native is True  # nothing is measured
+    waiting = graphopt.Executor(frozen_step, native=True, frozen="low")
+    batches = [batch for batch, _ in zip(itertools.cycle(BATCHES), losses, strict=False)]
+    np.testing.assert_allclose(losses, [waiting.step(batch)["loss"] for batch in batches], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_if_the_process_lacks_weights_this_one_lowers(frozen_step, monkeypatch):
+    executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
+    rehearsal_of(executor)._process.kill()
+    assert len(lowered_meanwhile(executor)) == 1
+    assert executor._runner.native is True
+
+
+@pytest.mark.slow
+def test_a_plain_step_that_takes_much_memory_waits_for_kernels(frozen_step, monkeypatch):
+    monkeypatch.setattr(forms, "FEW_NUMBERS", 0)
+    executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
+    executor.step(BATCHES[0])
+    assert executor._runner.native is None  # on 8 rows, it does not
+    monkeypatch.setattr(forms, "step_bytes", lambda *_: 2**40)
+    executor.step({name: x[:3] for name, x in BATCHES[0].items()})
+    assert executor._runner.native is True
 
 
 @pytest.mark.slow
@@ -199,7 +239,7 @@ def test_if_the_process_that_lowers_fails_its_error_is_told(cache, step, monkeyp
 def test_the_process_that_lowers_ends_with_the_one_that_trains(cache, step, tmp_path):
     graphopt.save(step, tmp_path / "step.onnx")
     program = f"""import graphopt, time
-from graphopt.runtime import forms
+from graphopt.runtime import forms, rehearsal, translation
 forms.REHEARSED_NODES = 1
 executor = graphopt.Executor({str(tmp_path / "step.onnx")!r}, native="auto")
 print(executor._steps.runner._forms._contest.candidates["kernels"].rehearsal._process.pid, flush=True)

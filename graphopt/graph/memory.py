@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -10,11 +10,11 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, cause
 from graphopt.graph.message_inference import INFERENCE_ERRORS
 from graphopt.graph.operators import VIEWS
-from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.state import take_initial
 from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_in, values_read
 from graphopt.graph.typed_messages import infer_types
-from graphopt.graph.values import bytes_of, size_name, state_of
+from graphopt.graph.values import bytes_of, name_of, size_name, state_of
 
 Sizes = int | Mapping[str, int]
 
@@ -63,6 +63,21 @@ def estimate(model: ir.Model, sizes: Sizes) -> MemoryEstimate:
         saved=sum(map(bytes_of, saved(sized))),
         step=_peak(sized.graph),
     )
+
+
+def step_bytes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Estimate the peak memory of a training step on data of some shapes by name, without state and inputs.
+
+    Raises:
+        GraphoptError: the model takes no such shapes.
+    """
+    sizes = {
+        dim.value: size
+        for x in with_role(model, *FED)
+        for dim, size in zip(x.shape or (), shapes[name_of(x)], strict=False)
+        if isinstance(dim, ir.SymbolicDim) and dim.value
+    }
+    return estimate(model, sizes).step
 
 
 def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:

@@ -1,7 +1,8 @@
 """Say where a host puts the numbers of its state in adapter files, so that it writes them without Python.
 
 A file has the numbers of a state in blocks: transposed, as some of its rows, or times a factor. The blocks are found by
-writing the arrays of a file from states of ones and of consecutive numbers.
+writing the arrays of a file from states of ones and of consecutive numbers. What DoRA divides by norms of weights is no
+block of the state: a graph computes it, of which the file then has blocks.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ import onnx_ir as ir
 import safetensors.numpy
 
 from graphopt.adapters.adapter_file import located
-from graphopt.adapters.combined import adaptations
+from graphopt.adapters.combined import LORA_A, LORA_B, CombinedAdapter, adaptations, combined
 from graphopt.adapters.peft import WEIGHTS, folder_contents
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference import extract
 from graphopt.graph.merging import adapted
+from graphopt.graph.metadata import original_name
+from graphopt.graph.roles import Role, set_role
+from graphopt.graph.values import given
 from graphopt.hosts.contract import Entry, places
+from graphopt.runtime.device import Device
 from graphopt.runtime.saved_adapter import peft_adapter, slot_arrays
 from graphopt.runtime.saved_folder import ADAPTER_FILE
+from graphopt.runtime.session import Session
 
+COMPUTED = "computed"  # ends the names of outputs of the graph that computes arrays of files
 _TYPES = ("float32", "float64")  # that a host multiplies
 _NARROW = ("float16", "bfloat16")  # that it rounds float32 to
 
@@ -34,13 +43,17 @@ _State = Mapping[str, np.ndarray]
 _Arrays = dict[str, np.ndarray]
 
 
-def adapter_files(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], Entry]:
+def adapter_files(model: ir.Model, initial: _State, *, computes: bool) -> tuple[dict[str, bytes], Entry]:
     """Return the adapter files of the initial state by name, and the blocks of each file by form and name.
 
     A form that `graphopt.save_adapter` refuses, or whose numbers are no blocks of the state's, is left out.
+
+    Args:
+        computes: whether there is an `adapter_graph`, of whose outputs a file may have blocks, too.
     """
     files: dict[str, bytes] = {}
     described: Entry = {}
+    initial = {**initial, **_computed(model, initial)} if computes else initial
     for form, of in (("onnxruntime", _slots), ("peft", _peft)) if any(adapted(model)) else ():
         with warnings.catch_warnings(), contextlib.suppress(GraphoptError):
             warnings.simplefilter("ignore")
@@ -53,6 +66,82 @@ def adapter_files(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], E
             described[form] = {**{x: [] for x in made}, name: [*_blocks(arrays, types, initial, offsets)]}
             files |= made
     return files, described
+
+
+def adapter_graph(model: ir.Model, initial: _State) -> ir.Model | None:
+    """Return a graph that computes of a state what adapter files have of DoRA; None if there is none, or no such graph.
+
+    The norms are those of the training graph. It is compared with Python on a state beside the initial one.
+    """
+    rng = np.random.default_rng(0)
+    noise = {name: rng.uniform(0.1, 0.2, x.shape).astype(x.dtype) for name, x in initial.items()}
+    moved = {name: x + noise[name] if x.dtype.kind == "f" else x for name, x in initial.items()}
+    try:
+        expected = _computed(model, moved) if any(adapted(model)) else {}
+        if not expected:
+            return None
+        model = model.clone()
+        with Emitter(model) as op:
+            own = [x for x in combined(adaptations(model, initial, "hosts")) if x.has_factor]
+            made = {name: y for x in own for name, y in _emitted(op, model, x).items()}
+        for name, y in made.items():
+            y.name = name
+            model.graph.outputs.append(set_role(y, Role.PREDICTION))
+        graph = extract(model, [*made.values()])
+        found = Session(Device("cpu"), graph).compute_arrays(moved)
+    except GraphoptError:
+        return None
+    is_right = all(np.allclose(found[name], x, rtol=1e-4, atol=1e-6) for name, x in expected.items())
+    return graph if is_right else None
+
+
+def _computed(model: ir.Model, state: _State) -> _Arrays:
+    """Return what adapter files have of DoRA, but A, by the names of the graph's outputs."""
+    own = [replace(x, stored=None) for x in adaptations(model, state, "hosts")]
+    arrays = {name: x for each in combined(own) if each.has_factor for name, x in each.arrays().items()}
+    return {f"{name}.{COMPUTED}": x for name, x in arrays.items() if not name.endswith(LORA_A)}
+
+
+def _emitted(op: Emitter, model: ir.Model, adapter: CombinedAdapter) -> dict[str, ir.Value]:
+    """Emit what `CombinedAdapter.arrays` has but A, and return the values by the names of the graph's outputs."""
+    values = {original_name(x): _read(x) for x in reversed(model.graph.inputs)}  # averages come last
+    _, rank_axis, axis = adapter.first.kind.axes
+    factor, terms = op.constant(np.ones(adapter.first.outputs, np.float32)), list[ir.Value]()
+    for each in adapter.adapters:
+        first, last, _ = each.columns.indices(adapter.first.outputs)
+        ends = [first, adapter.first.outputs - last]
+        b, rank = values[each.note.values[1]], each.b.ndim
+        pads = np.zeros((2, rank), np.int64)
+        pads[:, axis] = ends
+        terms.append(op.Pad(each.note.scale * b, op.constant(pads.ravel())))
+        if each.magnitude is not None:
+            magnitude = values[each.note.values[2]]
+            ratio = next(
+                (
+                    y.outputs[0]
+                    for y in magnitude.consumers()
+                    if (y.op_type, y.inputs[0]) == ("Div", magnitude)
+                ),
+                None,
+            )
+            shape = [-1 if i == axis % rank else 1 for i in range(rank)]
+            padded = op.Pad(
+                op.Reshape(given(ratio), [-1]), op.constant(np.array(ends)), op.constant(np.float32(1))
+            )
+            factor, terms = factor * padded, [term * op.Reshape(padded, shape) for term in terms]
+    if terms[1:] and adapter.first.kind.is_filters:
+        raise GraphoptError("hosts: expected one adapter with DoRA of a convolution, found several")
+    b = op.Concat(*terms, axis=rank_axis) if terms[1:] else terms[0]
+    return {
+        f"{name}.{COMPUTED}": op.Identity(b if name.endswith(LORA_B) else factor)
+        for name, *_ in adapter.defaults()
+        if not name.endswith(LORA_A)
+    }
+
+
+def _read(x: ir.Value) -> ir.Value:
+    """Return what the model reads of a state: in inference, perhaps its average in place of it."""
+    return next((y for node in x.consumers() if node.op_type == "Identity" for y in node.outputs), x)
 
 
 def _slots(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], str, dict[str, int]]:
@@ -72,7 +161,10 @@ def _arrays(model: ir.Model, form: str, state: _State, *, rounded: bool = False)
     """Return the arrays of a file by name, those of slots before they are rounded to 16 bits unless asked for."""
     if form == "onnxruntime":
         own = adaptations(model, state, "hosts")
-        return slot_arrays(own if rounded else [replace(x, stored=None) for x in own])
+        if rounded:
+            return slot_arrays(own)
+        arrays = slot_arrays([replace(x, stored=None) for x in own])
+        return {name: state.get(f"{name}.{COMPUTED}", x) for name, x in arrays.items()}
     return safetensors.numpy.load(_peft(model, state)[0][WEIGHTS])
 
 

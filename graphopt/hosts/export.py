@@ -29,7 +29,7 @@ from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of, tensor_bytes
-from graphopt.hosts.adapters import adapter_files
+from graphopt.hosts.adapters import adapter_files, adapter_graph
 from graphopt.hosts.contract import HOST, Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.check import add_check, not_finite
@@ -66,6 +66,7 @@ def export_hosts(
     - `inference.onnx` is the trained model, which reads its weights from `state.safetensors`.
     - `weights.bin` contains the weights that do not train, once for all graphs, if the model has adapters or many of
       them; graphs for a target contain theirs. A browser that trains adapters downloads it once.
+    - `adapter.onnx` computes of the state what adapter files have of DoRA, which divides by the norms of weights.
     - `adapter.onnx_adapter` and `adapter_model.safetensors` with `adapter_config.json` are the adapters of the initial
       state in the forms of `graphopt.save_adapter` that they have, where a host puts the numbers of its state.
     - `host.json` lists names, types, shapes, and the output that replaces each state.
@@ -106,7 +107,7 @@ def export_hosts(
     where = places(content)
     trained = _with_weights_in_state(trained, model, where)
     shared = b"" if target is not None else _shared([*models.values()], trained, any(adapted(model)))
-    adapters, blocks = adapter_files(model, initial)
+    adapters, blocks = adapter_files(model, initial, computes="adapter" in models)
     described = {
         **contract(model, initial, where, models),
         "files": {
@@ -145,6 +146,8 @@ def _graphs(
     graphs = {"train": train, "evaluate": inference.extract(model, evaluated)}
     if predicted:
         graphs["predict"] = inference.extract(model, predicted)
+    if (adapter := adapter_graph(model, initial)) is not None:
+        graphs["adapter"] = adapter
     if unroll:
         import passes
 

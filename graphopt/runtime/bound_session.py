@@ -97,6 +97,7 @@ class BoundSession:
         name: what messages call this form of a step.
         lowered: the library of the kernels that the graph calls, and what they write.
         packed: the names of the numbers that the graph returns in one vector, `PACKED`.
+        optimized: let the runtime optimize the graph.
 
     Attributes:
         state_is_finite: whether the latest call found its new state to be finite; not all sessions look.
@@ -111,6 +112,8 @@ class BoundSession:
         name: str,
         lowered: Lowered | None = None,
         packed: Sequence[str] = (),
+        *,
+        optimized: bool = True,
     ) -> None:
         library, check, shared = (
             (lowered.library, lowered.check, lowered.shared) if lowered else (None, None, [])
@@ -118,7 +121,9 @@ class BoundSession:
         self.model, self.name, self.library, self.shared, self._packed = model, name, library, shared, packed
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self._fetched = [x for x in self._report if x not in packed] + [PACKED] * bool(packed)
-        self.session = Session(device, model, library=library, captures=device.graph_capture)
+        self.session = Session(
+            device, model, library=library, captures=device.graph_capture, optimized=optimized
+        )
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         # Of arrays that were fed last on the CPU: the copy of a small one, shape and element type; the same in a list

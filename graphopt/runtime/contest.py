@@ -51,9 +51,8 @@ WORTH_STACKING = 0.9
 SECONDS_PER_CALL, MOST_STEPS_PER_CALL = 4e-3, 256
 # Numbers in parameters, from which `auto` compiles kernels: smaller steps should never pay for the compiler.
 COMPILED_PARAMETERS = 10_000
-# Nodes from which lowering should take longer than a second, so that another process does it while steps run, and the
-# most bytes of constants that such a process reads.
-REHEARSED_NODES, REHEARSED_WEIGHTS = 500, 2**26
+# Nodes from which lowering should take longer than a second, so that another process does it while steps run.
+REHEARSED_NODES = 500
 
 PLAIN, KERNELS, RUNTIME, CONSTANTS, OPENING = "plain", "kernels", "runtime", "constant weights", "opening"
 
@@ -258,20 +257,22 @@ class Contest:
 Step = tuple[int, Mapping[str, Tensor], float | None]
 
 
-def live(contest: Contest, memory: Memory, plain: BoundSession) -> Generator[BoundSession, Step, str | None]:
+def live(contest: Contest, plain: BoundSession) -> Generator[BoundSession, Step, str | None]:
     """Yield the form of each step that trains until the fastest is known; return it, or None for the plain form.
 
     Processes prepare the candidates one after the other. The plain form runs until the first one is ready, and stands
     for that of the runtime until that is. Those that are ready run in turns, and then the fastest until another is
-    ready. One that is clearly faster ends the contest.
+    ready. One that is clearly faster ends the contest; without a memory, the first one that agrees does.
     """
-    forms, times, note = {RUNTIME: plain}, dict[str, float](), ""
+    forms, times, note, memory = {RUNTIME: plain}, dict[str, float](), "", contest.memory
     source, feeds, _ = yield plain
     for name, candidate in contest.candidates.items():
         while not contest.is_ready(name, source, feeds):
             source, feeds, _ = yield forms[next(iter(times), RUNTIME)]
         if not contest.agrees(name, source, feeds):
             continue
+        if memory is None:
+            return name
         note = memory.note_of(description(feeds))
         known = memory.read(note)
         if known is not None and next(iter(known)) == name:
@@ -283,7 +284,7 @@ def live(contest: Contest, memory: Memory, plain: BoundSession) -> Generator[Bou
             fastest, second, *_ = times
             if fastest != RUNTIME and times[fastest] <= CLEARLY_FASTER * times[second]:
                 break
-    if times:
+    if memory is not None and times:
         memory.write(note, times)
     winner = next(iter(times), RUNTIME)
     return None if forms[winner] is plain else winner

@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.folding import fold
+from graphopt.graph.memory import step_bytes
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import put_initial
 from graphopt.graph.storage import weight_bytes
@@ -28,7 +29,6 @@ from graphopt.runtime.contest import (
     COMPILED_PARAMETERS,
     KERNELS,
     REHEARSED_NODES,
-    REHEARSED_WEIGHTS,
     RUNTIME,
     Candidate,
     Contest,
@@ -38,11 +38,12 @@ from graphopt.runtime.contest import (
 )
 from graphopt.runtime.device import Device
 from graphopt.runtime.fitting import fitted
-from graphopt.runtime.frozen import placement_of
+from graphopt.runtime.frozen import frozen_bytes, placement_of
 from graphopt.runtime.rehearsal import Rehearsal
 from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.system_memory import available
 from graphopt.runtime.tensors import Tensor, buffer, overwrite
-from graphopt.runtime.translation import Sample, Translation
+from graphopt.runtime.translation import LARGEST_WEIGHTS, Sample, Translation
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.lowering import Lowered, kept_kernels, lacks_parts, lower_to_kernels, threads_of
 from graphopt.targets.native.toolchain import logger
@@ -50,6 +51,9 @@ from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
 MARK = b"\xa5"  # no step computes a state of only these bytes
+FEW_NUMBERS = (
+    512  # in the data of a step, of which the memory is not estimated: that takes 0.4 s of 5,000 nodes
+)
 
 
 @dataclass(eq=False)
@@ -72,6 +76,7 @@ class StepSessions:
     held: int = 0
     _digest: str | None = field(default=None, init=False)  # of the kernels that are open
     _has_shared: bool = field(default=False, init=False)  # whether they write in place
+    _rooms: dict[str, bool] = field(default_factory=dict, init=False)  # for plain steps, by shapes
 
     @functools.cached_property
     def plain_model(self) -> ir.Model:
@@ -95,8 +100,26 @@ class StepSessions:
         """Return what decides how long forms take, in addition to the machine and the data."""
         return self._digest, self.device.ort.__version__, self.device.threads
 
-    def plain(self) -> BoundSession:
-        return self._opened(self.plain_model, "the plain step")
+    def plain(self, *, is_brief: bool = False) -> BoundSession:
+        """Return the graph as it is; if it runs few steps, without the runtime's optimization, which takes as long."""
+        return self._opened(self.plain_model, "the plain step", optimized=not is_brief)
+
+    def has_room_for_plain(self, feeds: Mapping[str, Tensor]) -> bool:
+        """Return whether a plain step takes no more memory than PyTorch's, if weights stay where they are.
+
+        On few numbers, its values are smaller than the weights. Otherwise, twice the weights are as much as PyTorch
+        with peft takes (`examples/benchmarks/large.py --defaults`, 256 tokens).
+        """
+        if not self.is_low:
+            return True
+        shapes = {name: x.shape() if callable(x.shape) else x.shape for name, x in feeds.items()}
+        key = str(shapes)
+        if key not in self._rooms:
+            self._rooms[key] = sum(map(math.prod, shapes.values())) <= FEW_NUMBERS
+            with contextlib.suppress(GraphoptError):
+                most = min(2 * frozen_bytes(self.model, as_floats=True), available())
+                self._rooms[key] = self._rooms[key] or step_bytes(self.plain_model, shapes) <= most
+        return self._rooms[key]
 
     def for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
@@ -132,22 +155,21 @@ class StepSessions:
             return None
         with self._guarded():
             kept = self._kept() if may_wait else None
-            is_small = not self.several and weight_bytes(model) <= REHEARSED_WEIGHTS
+            is_sent = (
+                weight_bytes(model) <= LARGEST_WEIGHTS
+            )  # else, weights that follow from shapes could not be folded
+            is_light = not self.several and (is_sent or (self.is_low and not self.shapes))
             is_long = sys.executable and (
                 len(model.graph) >= REHEARSED_NODES
                 or (not is_strict() and lacks_parts(model, self.device.product_precision))
             )
-            if kept is None and may_wait and is_small and is_long:
+            if kept is None and may_wait and is_light and is_long:
                 rehearsal = self.rehearsal(native=True)
                 logger.info(
                     "compiling for this machine, once for this graph; steps run without kernels meanwhile"
                 )
                 return Candidate(functools.partial(self._rehearsed, rehearsal), lambda: rehearsal)
-            threads, precision = self.device.threads, self.device.product_precision
-            form = self._bound(
-                kept
-                or lower_to_kernels(model, threads=threads, in_place=options.in_place, precision=precision)
-            )
+            form = self._bound(kept or self._lowered())
             return None if form is None else Candidate(lambda: form)
         return None
 
@@ -161,9 +183,19 @@ class StepSessions:
     def _rehearsed(self, rehearsal: Rehearsal) -> BoundSession | None:
         """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
         with self._guarded():
+            if self.is_low:  # a process that had needed the weights has failed
+                with contextlib.suppress(GraphoptError):
+                    rehearsal.wait()
+                return self._bound(self._lowered())
             rehearsal.wait()
             return self._bound(self._kept())
         return None
+
+    def _lowered(self) -> Lowered | None:
+        """Return the graph with its kernels, from the cache or made now."""
+        threads, precision = self.device.threads, self.device.product_precision
+        in_place = self.options.in_place
+        return lower_to_kernels(self._model, threads=threads, in_place=in_place, precision=precision)
 
     def _kept(self) -> Lowered | None:
         """Return the graph with its kernels, if the cache has them."""
@@ -177,7 +209,9 @@ class StepSessions:
         self._digest, self._has_shared = lowered.digest, bool(lowered.shared)
         return form
 
-    def _opened(self, model: ir.Model, name: str, lowered: Lowered | None = None) -> BoundSession:
+    def _opened(
+        self, model: ir.Model, name: str, lowered: Lowered | None = None, *, optimized: bool = True
+    ) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
         options, packed = self.options, []
         if self._has_shared:  # by kernels that are not taken
@@ -188,7 +222,10 @@ class StepSessions:
         if self.several:
             model = with_shapes(unrolled(model), self.shapes)
             lowered = lowered and dataclasses.replace(lowered, check=None)
-        return BoundSession(self.device, model, self.buffers, options, name, lowered, packed)
+        optimized = optimized or lowered is not None
+        return BoundSession(
+            self.device, model, self.buffers, options, name, lowered, packed, optimized=optimized
+        )
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -232,25 +269,27 @@ class StepForms:
             oracle = Translation(device, plain, buffers, *given, several=sessions.several)
         _warn_of_precision(device)
         is_free = device.native == "auto" and options.native is None
-        may_measure = is_free and not (device.deterministic or options.in_place or sessions.is_low)
-        kernels = sessions.kernels(may_wait=may_measure)
+        may_wait = is_free and not (device.deterministic or options.in_place or device.memory)
+        kernels = sessions.kernels(may_wait=may_wait)
+        waits = kernels is not None and kernels.rehearsal is not None
         candidates = {} if kernels is None else {KERNELS: kernels}
-        rehearse = functools.partial(sessions.rehearsal, native=False)
+        may_measure = may_wait and kernels is not None and not sessions.is_low
+        rehearse = functools.partial(sessions.rehearsal, native=False) if may_measure else None
         candidates[RUNTIME] = Candidate(sessions.for_runtime, rehearse)
-        memory = Memory(sessions.facts) if may_measure and kernels is not None else None
-        self.native: bool | None = None if memory else kernels is not None
+        memory = Memory(sessions.facts) if may_measure else None
+        self.native: bool | None = None if memory or waits else kernels is not None
         self._contest: Contest | None = Contest(sessions.plain_model, candidates, oracle, memory)
         self._live: Generator[BoundSession, Step, str | None] | None = None
         self._latest: float | None = None  # the seconds of the latest step
-        if kernels is not None and kernels.rehearsal is not None:
-            self._begin(sessions.plain())
+        if waits:
+            self._begin()
         else:
             self.form = next(iter(candidates.values())).form or sessions.plain()
 
-    def _begin(self, plain: BoundSession) -> None:
-        """Begin to measure forms on steps that train."""
-        assert self._contest is not None and self._contest.memory is not None
-        self._live = live(self._contest, self._contest.memory, plain)
+    def _begin(self) -> None:
+        """Begin with plain steps, until another form is ready."""
+        assert self._contest is not None
+        self._live = live(self._contest, self._sessions.plain(is_brief=self._sessions.is_low))
         self.form = next(self._live)
 
     def wait(self) -> None:
@@ -288,13 +327,15 @@ class StepForms:
                 self._check_delivery(source, feeds)
             winner = contest.fastest(source, feeds)
         else:
+            if not self._sessions.has_room_for_plain(feeds):
+                self.wait()
             try:
                 self.form = self._live.send((source, feeds, self._latest))
                 return
             except StopIteration as end:
                 winner = end.value
             except BaseException:  # the next step finds it again
-                self._begin(self._sessions.plain())
+                self._begin()
                 raise
         form = None if winner is None else contest.candidates[winner].form
         self.form, self.native = form or self._sessions.plain(), winner == KERNELS

@@ -37,24 +37,18 @@ def placement_of(device: Device, model: ir.Model) -> FrozenPlacement:
 def placement_by_size(model: ir.Model, *, on_cpu: bool = True) -> FrozenPlacement:
     """Return where `auto` puts the frozen weights of a graph."""
     size = frozen_bytes(model)
-    if size >= _LOW_FROM or (on_cpu and with_role(model, Role.NEXT) and _as_floats(model) >= _LOW_STEP_FROM):
+    of_step = on_cpu and with_role(model, Role.NEXT)
+    if size >= _LOW_FROM or (of_step and frozen_bytes(model, as_floats=True) >= _LOW_STEP_FROM):
         return "low"
     return "packed" if size < _MAPPED_FROM else "mapped"
 
 
-def frozen_bytes(model: ir.Model) -> int:
-    """Return the bytes of the weights of a graph that are no state."""
-    return sum(map(tensor_bytes, _frozen(model)))
-
-
-def _as_floats(model: ir.Model) -> int:
-    """Return the bytes of these weights as floats, where integers of 8 bits hold two of 4."""
-    weights = [(x, x.dtype) for x in _frozen(model) if x is not None]
-    return sum(tensor_bytes(x) * (8 if of.is_integer() and of.bitwidth <= 8 else 1) for x, of in weights)
-
-
-def _frozen(model: ir.Model) -> list[ir.TensorProtocol | None]:
-    return [x.const_value for x in model.graph.initializers.values() if not x.is_graph_input()]
+def frozen_bytes(model: ir.Model, *, as_floats: bool = False) -> int:
+    """Return the bytes of the weights of a graph that are no state; of floats, integers of 8 bits hold two of 4."""
+    values = [x for x in model.graph.initializers.values() if not x.is_graph_input()]
+    weights = [x.const_value for x in values if x.const_value is not None]
+    grows = [as_floats and x.dtype.is_integer() and x.dtype.bitwidth <= 8 for x in weights]
+    return sum(tensor_bytes(x) * (8 if each else 1) for x, each in zip(weights, grows, strict=True))
 
 
 class SharedWeight:

@@ -19,8 +19,8 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
-from graphopt.graph.storage import whole
-from graphopt.runtime.translation import Sample
+from graphopt.graph.storage import skeleton, weight_bytes, whole
+from graphopt.runtime.translation import LARGEST_WEIGHTS, Sample
 from graphopt.targets.native.cache import cache_folder, own_version
 
 _CODE = f"import sys; sys.path[:] = sys.argv[1].split(chr(10)); from {__name__} import rehearse; rehearse()"
@@ -33,7 +33,7 @@ class Rehearsal:
     What the process makes and finds is in the cache. It ends with this process, or when nobody asks for it any more.
 
     Args:
-        model: the plain graph of one step.
+        model: the plain graph of one step. It has its weights there unless these are large.
         task: a function that is pickled. Of the graph, it leaves the form in the cache, with its kernels; of the graph
             and the numbers of a step, a note of whether the form computes what the plain graph does.
 
@@ -48,7 +48,8 @@ class Rehearsal:
         self.is_told, self._failure = False, ""
         self._folder = tempfile.TemporaryDirectory(dir=cache_folder())
         folder = Path(self._folder.name)
-        (folder / "step.onnx").write_bytes(whole(model))
+        is_small = weight_bytes(model) <= LARGEST_WEIGHTS
+        (folder / "step.onnx").write_bytes(whole(model) if is_small else skeleton(model)[0])
         (folder / "task").write_bytes(pickle.dumps(task))
         try:
             self._process = subprocess.Popen(
@@ -113,7 +114,7 @@ def rehearse() -> None:
                 "native: expected the same version of graphopt in another process, found another"
             )
         task = pickle.loads((folder / "task").read_bytes())
-        model = ir.from_proto(onnx.load_model(folder / "step.onnx"))
+        model = ir.from_proto(onnx.load_model(folder / "step.onnx", load_external_data=False))
         task(model, None)
         told.wait()
         if (folder / "sample").exists():

@@ -16,6 +16,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import PRODUCTS
 from graphopt.graph.roles import FED, Role, with_role
+from graphopt.graph.storage import weight_bytes
 from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.checks.rows import some_tokens
@@ -39,7 +40,7 @@ from graphopt.targets.native.attention import attending_to_many, attends
 
 COMPARED_STEPS = 2  # of a call of several
 NOISY_STEPS = 8  # to see how much of a difference is rounding
-LARGEST_STATE = 2**28  # bytes of a state that another process reads
+LARGEST_STATE, LARGEST_WEIGHTS = 2**28, 2**26  # bytes that another process reads; no measurement is on record
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,12 @@ class Translation:
         Return None if they are large, or if forms are to be compared in this process each time.
         """
         state = {**self._buffers.sets[source], **self._buffers.fed}
-        if self._device.verify is True or sum(x.numpy().nbytes for x in state.values()) > LARGEST_STATE:
+        is_large = weight_bytes(self._plain) > LARGEST_WEIGHTS
+        if (
+            self._device.verify is True
+            or is_large
+            or sum(x.numpy().nbytes for x in state.values()) > LARGEST_STATE
+        ):
             return None
         return Sample(_arrays(state), _arrays(self._fixed), self._signature.arrays(feeds))
 

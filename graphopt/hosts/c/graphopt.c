@@ -45,9 +45,9 @@ typedef struct {
 
 struct GraphoptTrainer {
     OrtEnv *env;
-    Graph train, evaluate;
+    Graph train, evaluate, adapter;  // the last one is open only if it has computed an adapter's numbers
     Input *input;
-    char *host, *state;              // the files
+    char *folder, *host, *state;     // the last two are the files
     size_t size, steps;              // of the file of the state; done
 };
 
@@ -387,13 +387,18 @@ static GraphoptCode adopt(GraphoptTrainer *t, OrtValue **outputs, float loss) {
     return GRAPHOPT_OK;
 }
 
-static GraphoptCode run(GraphoptTrainer *t, const Graph *g, float *loss) {
-    float *number, found = NAN;
+/* Computes the outputs of a graph. */
+static GraphoptCode compute(GraphoptTrainer *t, const Graph *g) {
     TRY(check_feeds(t, g));
     for (size_t i = 0; i < g->inputs; i++) g->given[i] = find(t, g->input[i], strlen(g->input[i]))->value;
     for (size_t i = 0; i < g->outputs; i++) g->made[i] = NULL;
-    RUN(ort->Run(g->session, NULL, (const char *const *)g->input, (const OrtValue *const *)g->given, g->inputs,
-                 (const char *const *)g->output, g->outputs, g->made));
+    return checked(ort->Run(g->session, NULL, (const char *const *)g->input, (const OrtValue *const *)g->given, g->inputs,
+                            (const char *const *)g->output, g->outputs, g->made));
+}
+
+static GraphoptCode run(GraphoptTrainer *t, const Graph *g, float *loss) {
+    float *number, found = NAN;
+    TRY(compute(t, g));
     GraphoptCode code = check_made(t, g);
     for (size_t i = 0; !code && i < g->outputs; i++)
         if (!strcmp(g->output[i], "loss") && !(code = checked(ort->GetTensorMutableData(g->made[i], (void **)&number)))) found = *number;
@@ -431,6 +436,18 @@ GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
     return code;
 }
 
+/* Writes a file, all of it or nothing. */
+static GraphoptCode write_file(const char *path, const char *data, size_t size) {
+    char part[4096];
+    int length = snprintf(part, sizeof part, "%s.part", path);
+    FILE *file = length < (int)sizeof part ? fopen(part, "wb") : NULL;
+    int written = file && fwrite(data, 1, size, file) == size;
+    if (file && fclose(file)) written = 0;
+    if (written && !rename(part, path)) return GRAPHOPT_OK;
+    if (file) remove(part);
+    return fail(GRAPHOPT_FILE, "%s: expected a path to write to, found none", path);
+}
+
 GraphoptCode graphopt_save(GraphoptTrainer *t, const char *path) {
     for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
         void *data;
@@ -438,14 +455,133 @@ GraphoptCode graphopt_save(GraphoptTrainer *t, const char *path) {
         RUN(ort->GetTensorMutableData(x->value, &data));
         memcpy(t->state + x->offset, data, x->length);
     }
-    char part[4096];
-    int length = snprintf(part, sizeof part, "%s.part", path);
-    FILE *file = length < (int)sizeof part ? fopen(part, "wb") : NULL;
-    int written = file && fwrite(t->state, 1, t->size, file) == t->size;
-    if (file && fclose(file)) written = 0;
-    if (written && !rename(part, path)) return GRAPHOPT_OK;
-    if (file) remove(part);
-    return fail(GRAPHOPT_FILE, "%s: expected a path to write to, found none", path);
+    return write_file(path, t->state, t->size);
+}
+
+/* A block of the numbers of a state, which strides place in it and in a file, in numbers. */
+typedef struct { size_t rank, offset, first, shape[RANK], strides[RANK], own[RANK]; double factor; const char *type; } Block;
+
+static const char *spaces(const char *at) { return at + strspn(at, " ,\n"); }
+
+/* Reads whole numbers after a key of a block, which ends at `end`; returns how many, and -1 for none. */
+static int whole(const char *block, const char *end, const char *key, size_t *numbers, int most) {
+    char text[64], *next;
+    int count = 0;
+    snprintf(text, sizeof text, "\"%s\": ", key);
+    const char *at = strstr(block, text);
+    if (!at || at > end) return -1;
+    at += strlen(text), at += *at == '[';
+    for (at = spaces(at); *at >= '0' && *at <= '9' && count < most; at = spaces(next), count++) {
+        numbers[count] = (size_t)strtoull(at, &next, 10);
+        if (numbers[count] > INT32_MAX) return -1;
+    }
+    return *at == ']' || *at == '"' || *at == '}' ? count : -1;
+}
+
+/* Returns the bits of the bfloat16 or float16 number nearest to a number, ties to even. */
+static uint16_t narrow(int is_bfloat16, float x) {
+    uint32_t bits, rest;
+    memcpy(&bits, &x, 4);
+    if (is_bfloat16) return isnan(x) ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    uint16_t sign = bits >> 16 & 0x8000;
+    if (!(fabsf(x) < 65520)) return sign | (isnan(x) ? 0x7e00 : 0x7c00);
+    int exponent = (int)(bits >> 23 & 255) - 127;
+    double scaled = ldexp(fabs((double)x), 10 - (exponent < -14 ? -14 : exponent)), low = floor(scaled);
+    rest = (uint32_t)low;
+    rest += scaled - low > 0.5 || (scaled - low == 0.5 && rest % 2);
+    return sign | (uint16_t)(((exponent < -14 ? 0 : exponent + 14) << 10) + (int)rest);
+}
+
+/* Puts a block of numbers times a factor into a file; returns 0 for one that does not fit. */
+static int put(char *file, size_t size, const Block *b, const void *numbers, size_t held, size_t bytes) {
+    size_t width = b->type ? 2 : bytes, count = 1, from = b->first, to = 0;
+    for (size_t i = 0; i < b->rank; i++) {
+        if (!b->shape[i] || count > held / b->shape[i]) return 0;
+        count *= b->shape[i], from += (b->shape[i] - 1) * b->own[i], to += (b->shape[i] - 1) * b->strides[i];
+        if (from >= held || to >= size) return 0;
+    }
+    if (from >= held || b->offset > size || to >= (size - b->offset) / width || (b->type && bytes != 4)) return 0;
+    for (size_t n = 0; n < count; n++) {
+        from = b->first, to = 0;
+        for (size_t i = b->rank, left = n; i--; left /= b->shape[i]) from += left % b->shape[i] * b->own[i], to += left % b->shape[i] * b->strides[i];
+        char *place = file + b->offset + width * to;
+        float x = bytes == 4 ? (float)b->factor * ((const float *)numbers)[from] : 0;
+        double y = bytes == 8 ? b->factor * ((const double *)numbers)[from] : 0;
+        uint16_t bits = b->type ? narrow(!strncmp(b->type, "bfloat16", 8), x) : 0;
+        memcpy(place, b->type ? (void *)&bits : bytes == 4 ? (void *)&x : (void *)&y, width);
+    }
+    return 1;
+}
+
+/* Finds the numbers of a state, or those that the graph of adapters has computed, of float32 or float64. */
+static GraphoptCode numbers_of(GraphoptTrainer *t, const char *name, size_t length, void **numbers, size_t *held, size_t *bytes) {
+    Input *x = find(t, name, length), computed = {.value = NULL};
+    *numbers = NULL;
+    for (size_t i = 0; !x && t->adapter.made && i < t->adapter.outputs; i++)
+        if (t->adapter.made[i] && strlen(t->adapter.output[i]) == length && !strncmp(t->adapter.output[i], name, length)) {
+            OrtTensorTypeAndShapeInfo *found;
+            RUN(ort->GetTensorTypeAndShape(t->adapter.made[i], &found));
+            GraphoptCode code = read_shape(found, &computed);
+            ort->ReleaseTensorTypeAndShapeInfo(found);
+            TRY(code);
+            memcpy(computed.sizes, computed.dims, sizeof computed.sizes);
+            x = &computed, x->value = t->adapter.made[i], x->is_state = 1;
+        }
+    if (!x || !x->is_state || (x->type != FLOAT && x->type != 11)) return GRAPHOPT_OK;
+    *held = 1, *bytes = x->bytes;
+    for (size_t i = 0; i < x->rank; i++) *held *= (size_t)x->sizes[i];
+    return checked(ort->GetTensorMutableData(x->value, numbers));
+}
+
+/* Fills in a file of an adapter, whose blocks begin at *at, and writes it to a folder. */
+static GraphoptCode adapter_file(GraphoptTrainer *t, const char *folder, const char **at) {
+    static const char *const known[] = {"adapter.onnx_adapter", "adapter_config.json", "adapter_model.safetensors"};
+    const char *name = NULL;
+    char path[4096], *file = NULL;
+    size_t size, length = strcspn(*at + 1, "\"");
+    for (size_t i = 0; i < 3; i++) if (strlen(known[i]) == length && !strncmp(*at + 1, known[i], length)) name = known[i];
+    if (!name || strncmp(*at + 1 + length, "\": [", 4))
+        return fail(GRAPHOPT_FILE, "host.json: adapters: expected files of adapters, found another: write it with export_hosts");
+    GraphoptCode code = read_file(t->folder, name, &file, &size);
+    for (*at = spaces(*at + length + 5); !code && **at == '{';) {
+        Block b = {.type = NULL};
+        const char *end = strchr(*at, '}'), *state = strstr(*at, "\"state\": \""), *factor = strstr(*at, "\"factor\": ");
+        const char *type = strstr(*at, "\"type\": \"");
+        void *numbers = NULL;
+        size_t held = 0, bytes = 0;
+        int fits = end && state && state < end && factor && factor < end;
+        int rank = fits ? whole(*at, end, "shape", b.shape, RANK) : -1;
+        fits = rank >= 0 && whole(*at, end, "strides", b.strides, RANK) == rank && whole(*at, end, "state_strides", b.own, RANK) == rank &&
+               whole(*at, end, "offset", &b.offset, 1) == 1 && whole(*at, end, "first", &b.first, 1) == 1;
+        if (fits) {
+            b.rank = (size_t)rank, b.factor = strtod(factor + 10, NULL), b.type = type && type < end ? type + 9 : NULL;
+            code = numbers_of(t, state + 10, strcspn(state + 10, "\""), &numbers, &held, &bytes);
+        }
+        if (!code && (!numbers || !put(file, size, &b, numbers, held, bytes)))
+            code = fail(GRAPHOPT_FILE, "host.json: adapters: expected blocks of its state, found others in %s: write it with export_hosts", name);
+        *at = end ? spaces(end + 1) : "";
+    }
+    if (!code && **at != ']') code = fail(GRAPHOPT_FILE, "host.json: adapters: %s: expected blocks, found others: write it with export_hosts", name);
+    if (!code && snprintf(path, sizeof path, "%s/%s", folder, name) >= (int)sizeof path) code = fail(GRAPHOPT_FILE, "%.40s...: expected a shorter path", folder);
+    if (!code) code = write_file(path, file, size);
+    if (!code) *at = spaces(*at + 1);
+    free(file);
+    return code;
+}
+
+GraphoptCode graphopt_adapter(GraphoptTrainer *t, const char *form, const char *folder) {
+    char text[64];
+    snprintf(text, sizeof text, "\"%s\": {", form);
+    const char *at = strstr(t->host, "\"adapters\": {");
+    if (!at || !(at = strstr(at, text)))
+        return fail(GRAPHOPT_FILE, "adapter: expected the form %s in host.json, found none: graphopt.save_adapter in Python writes it, or says why", form);
+    Graph *g = &t->adapter;
+    if (!g->session && strstr(t->host, "\"adapter\": \"adapter.onnx\"")) TRY(open_graph(t->env, t->folder, "adapter.onnx", g));
+    if (g->session) TRY(compute(t, g));
+    GraphoptCode code = GRAPHOPT_OK;
+    for (at = spaces(at + strlen(text)); !code && *at == '"';) code = adapter_file(t, folder, &at);
+    for (size_t i = 0; i < g->outputs; i++) if (g->made[i]) ort->ReleaseValue(g->made[i]), g->made[i] = NULL;
+    return code;
 }
 
 /* Makes the values of state and of hyperparameters with a default. */
@@ -485,6 +621,8 @@ static GraphoptCode open_trainer(GraphoptTrainer *t, const char *folder) {
     size_t size;
     if (!(ort = OrtGetApiBase()->GetApi(ORT_API_VERSION)))
         return fail(GRAPHOPT_RUNTIME, "ONNX Runtime: expected one as new as its header, %d", ORT_API_VERSION);
+    if (!(t->folder = malloc(strlen(folder) + 1))) return fail(GRAPHOPT_RUNTIME, "memory: expected more");
+    strcpy(t->folder, folder);
     TRY(read_file(folder, "host.json", &t->host, &size));
     if (!strstr(t->host, "\"format\": \"graphopt.host\"") || !strstr(t->host, "\"version\": 1,"))
         return fail(GRAPHOPT_FILE, "%s/host.json: expected graphopt.host version 1, found another: write it with export_hosts", folder);
@@ -527,7 +665,7 @@ void graphopt_close(GraphoptTrainer *t) {
         if (t->input[i].value) ort->ReleaseValue(t->input[i].value);
         if (t->input[i].info) ort->ReleaseTypeInfo(t->input[i].info);
     }
-    close_graph(&t->train), close_graph(&t->evaluate);
+    close_graph(&t->train), close_graph(&t->evaluate), close_graph(&t->adapter);
     if (t->env) ort->ReleaseEnv(t->env);
-    free(t->input), free(t->host), free(t->state), free(t);
+    free(t->input), free(t->folder), free(t->host), free(t->state), free(t);
 }

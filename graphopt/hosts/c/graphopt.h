@@ -34,6 +34,9 @@ GraphoptCode graphopt_evaluate(GraphoptTrainer *trainer, float *loss);
 GraphoptCode graphopt_load(GraphoptTrainer *trainer, const char *path);
 GraphoptCode graphopt_save(GraphoptTrainer *trainer, const char *path);
 
+/* Writes the files of the trained adapter to a folder that exists: form is "onnxruntime" or "peft". host.json must list it. */
+GraphoptCode graphopt_adapter(GraphoptTrainer *trainer, const char *form, const char *folder);
+
 /* Gives back all memory. */
 void graphopt_close(GraphoptTrainer *trainer);
 

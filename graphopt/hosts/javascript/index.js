@@ -115,7 +115,9 @@ export class Trainer {
     const known = this.host.adapters;
     if (!known) throw new GraphoptError("adapter: expected a graph with passes.LoRA, found another");
     const files = named("form", form, known, ": graphopt.save_adapter in Python writes it, or says why");
-    const state = await this.state();
+    const computed = this.host.graphs.adapter && this.#turn(() => this.#run("adapter", {}));
+    const [made, state] = await Promise.all([computed, this.state()]); // no step comes between
+    for (const [name, { data }] of Object.entries(made?.reports ?? {})) state[name] = data;
     const filled = Object.entries(files).map(async ([name, blocks]) => {
       const bytes = bytesOf(name, await this.#read(name));
       for (const block of blocks) put(bytes, block, state[block.state]);

@@ -22,13 +22,13 @@ import onnx_ir as ir
 from graphopt.errors import line
 from graphopt.graph import provenance
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.memory import estimate
+from graphopt.graph.memory import step_bytes
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.precision import retype
-from graphopt.graph.roles import FED, Role, with_role
+from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import weight_bytes
 from graphopt.graph.traversal import all_nodes, viewed_model
-from graphopt.graph.values import name_of, swap
+from graphopt.graph.values import swap
 from graphopt.pipeline import garbage_waits
 from graphopt.runtime.checks.file import file_findings
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
@@ -193,13 +193,8 @@ class FirstCheck:
     def _check_room(self, batch: Arrays) -> None:
         """Raise `NoRoom` if there is less memory than the step takes on a batch; look only if it may be much."""
         if self._cpu.frozen == "low":
-            sizes = {
-                dim.value: size
-                for x in with_role(self._model, *FED)
-                for dim, size in zip(x.shape or (), batch[name_of(x)].shape, strict=False)
-                if isinstance(dim, ir.SymbolicDim) and dim.value
-            }
-            check_room(estimate(self._model, sizes).step, self._device.memory, "a step on the whole batch")
+            needed = step_bytes(self._model, {name: x.shape for name, x in batch.items()})
+            check_room(needed, self._device.memory, "a step on the whole batch")
 
     def _agreed(self, state: Arrays, rows: Arrays) -> list[Finding]:
         """Return what is found on some rows of the batch, or nothing unless all gradients agree there."""
