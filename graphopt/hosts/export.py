@@ -28,9 +28,10 @@ from graphopt.graph.state import take_initial
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
-from graphopt.graph.values import name_of, tensor_bytes
+from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.hosts.adapters import adapter_files
 from graphopt.hosts.contract import HOST, Place, contract, places
+from graphopt.hosts.proof import DEBUG, PROOF, proof_batch, proof_files
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.check import add_check, not_finite
 from graphopt.targets.portable import FORMS
@@ -96,23 +97,33 @@ def export_hosts(
         raise GraphoptError(unknown("language", language, LANGUAGES))
     model = load(step)
     check_trains(model, "export_hosts")
-    initial = take_initial(model)
     if batch is not None:
         _fix_batch(model, batch)
+    proven_on = proof_batch(model)
+    initial = take_initial(model)
     trained = inference.trained(model, initial, as_stored=False, adapters="kept")
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
-    models = _graphs(model, initial, unroll, target)
+    plain = _plain(model)
+    models = _graphs(plain, initial, unroll, target)
     content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
     trained = _with_weights_in_state(trained, model, where)
+    described = contract(model, initial, where, models)
+    proof = {}
+    if proven_on is not None:
+        nexts = [next_of(x) for x in with_role(model, *STATE)]
+        compared = {x: described["graphs"][x]["reports"] for x in plain}
+        compared["train"] = nexts + compared["train"]
+        proof = proof_files(plain, models["train"], compared, initial, proven_on)
     shared = b"" if target is not None else _shared([*models.values()], trained, any(adapted(model)))
     adapters, blocks = adapter_files(model, initial)
     described = {
-        **contract(model, initial, where, models),
+        **described,
         "files": {
             **{name: f"{name}.onnx" for name in models},
             **{"inference": INFERENCE, "state": STATE_FILE},
             **({"weights": _WEIGHTS_FILE} if shared else {}),
+            **({"proof": PROOF, "debug": DEBUG} if proof else {}),
         },
         "batch": batch,
         "target": target,
@@ -129,22 +140,27 @@ def export_hosts(
             **({_WEIGHTS_FILE: shared} if shared else {}),
             STATE_FILE: content,
             **adapters,
+            **proof,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
             **(_program(language) if language is not None else {}),
         },
     )
 
 
-def _graphs(
-    model: ir.Model, initial: Mapping[str, np.ndarray], unroll: bool, target: str | None
-) -> dict[str, ir.Model]:
-    """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
+def _plain(model: ir.Model) -> dict[str, ir.Model]:
+    """Return the graphs to export, by name, before they are lowered."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
     train = model.clone()
     train.graph.outputs[:] = [y for y in train.graph.outputs if not metadata.ON_DEMAND.is_set(y)]
     graphs = {"train": train, "evaluate": inference.extract(model, evaluated)}
-    if predicted:
-        graphs["predict"] = inference.extract(model, predicted)
+    return graphs | ({"predict": inference.extract(model, predicted)} if predicted else {})
+
+
+def _graphs(
+    plain: Mapping[str, ir.Model], initial: Mapping[str, np.ndarray], unroll: bool, target: str | None
+) -> dict[str, ir.Model]:
+    """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
+    graphs = {name: graph.clone() for name, graph in plain.items()}
     if unroll:
         import passes
 

@@ -36,7 +36,7 @@ from graphopt.graph.shown import elements
 from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
-from graphopt.inspection.random_inputs import SIZES, open_sizes
+from graphopt.runtime.random_inputs import SIZES, open_sizes
 from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.contest import measured
