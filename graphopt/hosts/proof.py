@@ -54,8 +54,8 @@ def proof_files(
 
     The proof has, of each feed, numbers that repeat, `feed.NAME`, and its shape, `shape.NAME`; and of each graph
     `graph.NAME` [outputs, 1 + SIGNS] in float64: how much the sums of an output may differ, and the sums. The debug
-    file has the same of each value of the training graph, `numbers`; a line for each with its operator and name,
-    `names`; and bytes that make these values outputs of a training graph which they follow, `graph`.
+    file has the same of each value of the training graph, `debug.numbers`; a line for each with its operator and
+    name, `debug.names`; and bytes that make these values outputs of a training graph which they follow, `debug.graph`.
 
     Args:
         plain: the graphs of a host by name, before they are lowered.
@@ -90,8 +90,8 @@ def _debug(lowered: ir.Model, arrays: Arrays) -> Arrays:
     rows = _rows(shown, arrays, [name_of(y) for _, y in found])
     suffix.graph.output.extend(onnx.ValueInfoProto(name=y.name) for _, y in found)
     text = "".join(f"{node.op_type} {y.name}\n" for node, y in found)
-    bytes_of = {"names": text.encode(), "graph": suffix.SerializeToString()}
-    numbers = {"numbers": np.array([rows[name_of(y)] for _, y in found]).reshape(-1, 1 + SIGNS)}
+    bytes_of = {"debug.names": text.encode(), "debug.graph": suffix.SerializeToString()}
+    numbers = {"debug.numbers": np.array([rows[name_of(y)] for _, y in found]).reshape(-1, 1 + SIGNS)}
     return {**numbers, **{name: np.frombuffer(content, np.uint8) for name, content in bytes_of.items()}}
 
 

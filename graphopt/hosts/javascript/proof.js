@@ -86,15 +86,15 @@ export async function difference(session, bytes, table, outputs, given, before) 
 /** Return the operator and the output of the first node that differs; undefined if none does alone. */
 export async function firstNode(open, graph, bytes, given) {
   const file = safetensors(bytes);
-  const lines = new TextDecoder().decode(part(file, "names").bytes).trimEnd().split("\n");
+  const lines = new TextDecoder().decode(part(file, "debug.names").bytes).trimEnd().split("\n");
   const outputs = lines.map((line) => line.slice(line.indexOf(" ") + 1));
-  const suffix = new Uint8Array(part(file, "graph").bytes);
+  const suffix = new Uint8Array(part(file, "debug.graph").bytes);
   const whole = new Uint8Array(graph.length + suffix.length); // messages that follow each other are merged
   whole.set(graph);
   whole.set(suffix, graph.length);
   const session = await open(whole);
   try {
-    const line = await first(rowsOf(file, "numbers", outputs), await session.run(given, outputs), {});
+    const line = await first(rowsOf(file, "debug.numbers", outputs), await session.run(given, outputs), {});
     const at = line === undefined ? -1 : outputs.findIndex((name) => line.startsWith(`${name}: `));
     return lines[at];
   } finally {
