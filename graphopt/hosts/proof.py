@@ -100,7 +100,9 @@ def _rows(graph: ir.Model, arrays: Arrays, outputs: Sequence[str]) -> dict[str, 
     device, rng = Device("cpu", native=False, verify=False), np.random.default_rng(0)
     starts = {next_of(x): name_of(x) for x in with_role(graph, *STATE)} if with_role(graph, Role.NEXT) else {}
     data = {name_of(x) for x in with_role(graph, Role.DATA, *STATE)}
-    unit = max(ROUNDINGS.get(y.dtype, 0.0) for node in graph.graph for y in node.outputs if y.dtype is not None)
+    unit = max(
+        ROUNDINGS.get(y.dtype, 0.0) for node in graph.graph for y in node.outputs if y.dtype is not None
+    )
 
     def changes(session: Session, model: ir.Model, given: Arrays) -> Arrays:
         types = {name_of(x): dtype_of(x).numpy() for x in model.graph.inputs}

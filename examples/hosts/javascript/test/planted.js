@@ -1,29 +1,44 @@
-/**
- * Return ONNX Runtime whose first provider computes nodes of one kind wrongly: `Type:factor`, or nothing.
- * A node's output is computed by a node of the same kind and multiplied: the graph's bytes are what a shim can change.
- */
-
-export function planted(ort, fault) {
-  if (fault === "none") return ort;
-  const [type, provider] = fault.split("@");
+/** Return ONNX Runtime that computes one node wrongly on a provider: it opens another training graph in its place. */
+export function planted(ort, right, faulty, provider) {
   const InferenceSession = {
     async create(bytes, options = {}) {
       const [first] = options.executionProviders ?? [];
-      const isFaulty = provider === undefined || (first?.name ?? first) === provider;
-      return ort.InferenceSession.create(isFaulty ? changed(bytes, type) : bytes, options);
+      const isFaulty = !provider || (first?.name ?? first) === provider;
+      const isTrain = bytes.length >= right.length && right.every((x, i) => bytes[i] === x);
+      if (!isFaulty || !isTrain) return ort.InferenceSession.create(bytes, options);
+      const rest = bytes.subarray(right.length); // of the graph that names a node
+      const whole = new Uint8Array(faulty.length + rest.length);
+      whole.set(faulty);
+      whole.set(rest, faulty.length);
+      return ort.InferenceSession.create(whole, options);
     },
   };
-  return { ...ort, env: ort.env, Tensor: ort.Tensor, InferenceSession };
+  return { env: ort.env, Tensor: ort.Tensor, InferenceSession };
 }
 
-/** Return a graph in which operators of a type are others with the same inputs: `Tanh>Sin`, of names as long. */
-export function changed(bytes, swap) {
-  const [from, to] = swap.split(">");
-  const text = new TextEncoder();
-  const [old, other] = [from, to].map((name) => text.encode(name));
-  const tagged = Uint8Array.from([0x22, old.length, ...old]); // NodeProto.op_type is field 4
-  const found = Uint8Array.from(bytes);
-  for (let i = 0; i + tagged.length <= found.length; i++)
-    if (tagged.every((x, k) => found[i + k] === x)) found.set(other, i + 2);
-  return found;
+/**
+ * Open a host folder and do a step, with each wrong graph in the place of the training graph; return what is said.
+ *
+ * @param files returns a file of the folder
+ * @param count the number of wrong graphs, `faulty-0.onnx` on; the right one comes first
+ */
+export async function faults(Trainer, ort, files, count, options, provider) {
+  const right = await files("train.onnx");
+  const results = [];
+  for (let i = -1; i < count; i++) {
+    const result = { warned: [] };
+    console.warn = (line) => result.warned.push(line);
+    try {
+      const faulty = i < 0 ? right : await files(`faulty-${i}.onnx`);
+      const begun = performance.now();
+      const trainer = await Trainer.create(planted(ort, right, faulty, provider), files, options);
+      result.ms = performance.now() - begun;
+      result.proofs = { ...trainer.proofs };
+      await trainer.dispose();
+    } catch (error) {
+      result.error = `${error.name}: ${error.message}`;
+    }
+    results.push(result);
+  }
+  return results;
 }
