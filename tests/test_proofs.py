@@ -1,4 +1,4 @@
-"""Each host compares its first step with the proof of its folder, and notices a runtime that computes one node wrongly."""
+"""Each host compares its first step with the proof of its folder, and notices a wrong kernel."""
 
 from __future__ import annotations
 

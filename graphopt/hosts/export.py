@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -69,6 +70,8 @@ def export_hosts(
       them; graphs for a target contain theirs. A browser that trains adapters downloads it once.
     - `adapter.onnx_adapter` and `adapter_model.safetensors` with `adapter_config.json` are the adapters of the initial
       state in the forms of `graphopt.save_adapter` that they have, where a host puts the numbers of its state.
+    - `proof.safetensors` is a batch, and what the plain step computes of it in float64: hosts compare their first step
+      with it. `debug.safetensors` finds the first node that differs.
     - `host.json` lists names, types, shapes, and the output that replaces each state.
 
     Args:
@@ -88,8 +91,8 @@ def export_hosts(
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> graphopt.export_hosts(step, "host")
     >>> sorted(os.listdir("host"))  # doctest: +NORMALIZE_WHITESPACE
-    ['evaluate.onnx', 'host.json', 'inference.onnx', 'predict.onnx', 'state.safetensors', 'train.onnx',
-     'train_steps.onnx']
+    ['debug.safetensors', 'evaluate.onnx', 'host.json', 'inference.onnx', 'predict.onnx', 'proof.safetensors',
+     'state.safetensors', 'train.onnx', 'train_steps.onnx']
     """
     if target is not None and target not in FORMS:
         raise GraphoptError(unknown("target", target, FORMS))
@@ -112,7 +115,8 @@ def export_hosts(
     proof = {}
     if proven_on is not None:
         nexts = [next_of(x) for x in with_role(model, *STATE)]
-        compared = {x: described["graphs"][x]["reports"] for x in plain}
+        reports = cast("dict[str, dict[str, list[str]]]", described["graphs"])
+        compared = {name: reports[name]["reports"] for name in plain}
         compared["train"] = nexts + compared["train"]
         proof = proof_files(plain, models["train"], compared, initial, proven_on)
     shared = b"" if target is not None else _shared([*models.values()], trained, any(adapted(model)))
@@ -123,7 +127,7 @@ def export_hosts(
             **{name: f"{name}.onnx" for name in models},
             **{"inference": INFERENCE, "state": STATE_FILE},
             **({"weights": _WEIGHTS_FILE} if shared else {}),
-            **({"proof": PROOF, "debug": DEBUG} if proof else {}),
+            **{name: file for name, file in (("proof", PROOF), ("debug", DEBUG)) if file in proof},
         },
         "batch": batch,
         "target": target,

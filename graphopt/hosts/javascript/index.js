@@ -190,7 +190,7 @@ export class Trainer {
       if (line === undefined) return void ((this.proofs[graph] = "proven"), await remember(key));
       const open = async (bytes) => this.#ort.InferenceSession.create(bytes, await this.#sessionOptions(providers));
       const read = async () => firstNode(open, content, await this.#read(files.debug), given);
-      const node = graph === "train" ? await read().catch(() => {}) : undefined;
+      const node = graph === "train" && files.debug ? await read().catch(() => {}) : undefined;
       const where = node ? `, first in node ${node}` : "";
       return `${nameOf(providers) ?? "ort"}: ${files[graph]}: output ${line}${where}`;
     } catch (error) {
