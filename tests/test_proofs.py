@@ -122,7 +122,7 @@ def test_c_notices_a_wrong_kernel(name: str, built: Path, folders: Any, tmp_path
 
 @pytest.mark.parametrize("name", planted_faults.NETWORKS)
 def test_python_notices_a_wrong_kernel(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its proof is the plain step on the batch at hand, on the CPU: a wrong form is left, and a wrong device refused."""
+    """Its proof is the plain step on the batch at hand; without a form that is right, the executor stops."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("GRAPHOPT_VERIFY", raising=False)
     lowered = graphopt.lower(GRAPHS[name][0](), "onnxruntime")
