@@ -260,12 +260,10 @@ def _proof(draw: Draw, files: dict[str, bytes]) -> bool:
         x = chosen[name].copy()
         kind = draw.choice(["number", "number", "shorter", "longer", "type", "gone", "wrong"])
         if kind == "number" and x.size:
-            values = (
-                [2**62, -1, 0, 2**31, 2**26] if x.dtype.kind == "i" else [np.nan, np.inf, -np.inf, 1e308, 0]
-            )
-            x.flat[draw.randrange(x.size)] = (
-                draw.choice(values) % 256 if x.dtype == np.uint8 else draw.choice(values)
-            )
+            ends: dict[str, list[float]] = {"f": [np.nan, np.inf, -np.inf, 1e308, 0], "u": [0, 10, 255]}
+            large = [2**62, -1, 0, 2**31, 2**26] if x.dtype == np.int64 else [0, 1, -1]
+            with np.errstate(over="ignore"):
+                x.flat[draw.randrange(x.size)] = draw.choice(ends.get(x.dtype.kind, large))
         elif kind == "type":
             x = x.astype(draw.choice([np.float32, np.float64, np.int64, np.int8, np.uint8]))
         elif kind == "wrong" and "graph.train" in chosen:  # so that the file is read that names a node
