@@ -170,17 +170,16 @@ export class Trainer {
   async #differs(graph, session, providers) {
     const { files, state, hyperparameters, graphs } = this.host;
     if (!files.proof) return void (this.proofs[graph] = "not proven: the folder has no proof");
-    const proof = await this.#read(files.proof);
-    const weights = files.weights ? [await this.#weights] : [];
-    const facts = { graph, providers, onDevice: isOnDevice(providers), version: this.#ort.env?.versions };
-    const content = await this.#read(files[graph]);
-    const key = await keyOf(facts, [proof, content, this.#initial, await this.#read("host.json"), ...weights]);
-    if (await agreed(key)) return void (this.proofs[graph] = "proven before");
     const of = graph === "train_steps" ? "train" : graph;
-    let given = {};
     try {
+      const proof = await this.#read(files.proof);
+      const weights = files.weights ? [await this.#weights] : [];
+      const facts = { graph, providers, onDevice: isOnDevice(providers), version: this.#ort.env?.versions };
+      const content = await this.#read(files[graph]);
+      const key = await keyOf(facts, [proof, content, this.#initial, await this.#read("host.json"), ...weights]);
+      if (await agreed(key)) return void (this.proofs[graph] = "proven before");
       const feeds = byName(this.host.feeds);
-      given = batchOf(this.#ort, proof, graphs[graph].feeds.map((name) => feeds[name]), arrayClass);
+      let given = batchOf(this.#ort, proof, graphs[graph].feeds.map((name) => feeds[name]), arrayClass);
       if (graph === "train_steps") given = this.#stacked([given]);
       const held = { ...this.#stateOf(this.#initial), ...this.#defaults() };
       for (const { name } of [...state, ...hyperparameters]) if (session.inputNames.includes(name)) given[name] = held[name];
