@@ -281,7 +281,8 @@ export class Trainer {
     const check = written.length ? ["loss", ...(this.host.check ? [this.host.check] : [])] : []; // older folders: loss
     const read = (written.length && this.#options.report) || reports;
     const steps = graph === "train_steps" ? Object.values(feeds)[0].dims[0] : undefined;
-    for (const name of [...state, ...hyperparameters]) feeds[name] = await this.#heldFor(graph, name);
+    for (const name of [...state, ...hyperparameters]) feeds[name] = this.#held[name];
+    if (this.#onHost.has(graph)) for (const name of state) feeds[name] = await this.#inHostMemory(feeds[name]);
     const found = await session.run(feeds, this.#outputs(graph)).catch((error) => {
       throw new GraphoptError(`${this.host.files[graph]}: ONNX Runtime cannot run it: ${String(error.message).split("\n")[0]}`);
     });
@@ -293,9 +294,7 @@ export class Trainer {
     };
   }
 
-  async #heldFor(graph, name) {
-    const tensor = this.#held[name];
-    if (!this.#onHost.has(graph) || tensor.location === "cpu") return tensor;
+  async #inHostMemory(tensor) {
     return new this.#ort.Tensor(tensor.type, await tensor.getData(), tensor.dims);
   }
 
