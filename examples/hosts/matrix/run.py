@@ -193,7 +193,9 @@ def command(folder: Path, graph: Path, host: Host, steps: int) -> list[str]:
     python = environment(folder, next(other for other in HOSTS if host.name.endswith(other.name)))
     make = ["make", "-s", "-C", str(ROOT / "graphopt" / "hosts" / "c"), f"PYTHON={python}", f"BUILD={build}"]
     subprocess.run(make, check=True, capture_output=True, text=True)
-    feeds = [x["name"] for x in json.loads((graph / "host.json").read_text())["feeds"]]
+    fed = np.load(graph / "batches.npz")
+    names = [x["name"] for x in json.loads((graph / "host.json").read_text())["feeds"]]
+    feeds = [f"{name}={','.join(map(str, fed[name].shape[1:]))}" for name in names]
     return [
         str(build / "train"),
         str(graph),
