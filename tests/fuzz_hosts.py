@@ -332,7 +332,7 @@ def attempt(program: Path, seed: int, number: int, folder: Path) -> str:
             command,
             capture_output=True,
             timeout=60,
-            env={**os.environ, "ASAN_OPTIONS": options, "XDG_CACHE_HOME": "/none"},
+            env={**os.environ, "ASAN_OPTIONS": options, "XDG_CACHE_HOME": "/dev/null"},
             check=False,
         )
     except subprocess.TimeoutExpired:
