@@ -427,7 +427,7 @@ fault = refuses(infer, proto, strict_mode=True, data_prop=True) and not refuses(
         "onnx",
         "1.23",
         "ends the process if a size of its input is negative, as of a convolution smaller than its window",
-        ("graphopt/graph/message_inference.py", "graphopt/inspection/random_inputs.py"),
+        ("graphopt/graph/message_inference.py", "graphopt/runtime/random_inputs.py"),
         """
 proto = model("(float[1,1,4] x) => (float[A,B,C] y) { c = Conv(x, w) y = Slice(c, zero, five, two) }",
     w=np.ones((1, 1, 9), np.float32), zero=[0], five=[5], two=[2])

@@ -28,6 +28,7 @@ import numpy as np
 import onnx
 import onnx.helper as h
 import onnxruntime
+import safetensors.numpy
 from host_graphs import GRAPHS, batches
 
 import graphopt
@@ -250,11 +251,44 @@ def _contract(draw: Draw, files: dict[str, bytes]) -> bool:
     return False
 
 
+def _proof(draw: Draw, files: dict[str, bytes]) -> bool:
+    """Change the proof: sizes, numbers at their ends, names, types, and what names the first node that differs."""
+    arrays = {x: dict(safetensors.numpy.load(files[x])) for x in ("proof.safetensors", "debug.safetensors")}
+    for _ in range(draw.choice([1, 1, 3])):
+        chosen = arrays[draw.choice(list(arrays))]
+        name = draw.choice(list(chosen))
+        x = chosen[name].copy()
+        kind = draw.choice(["number", "number", "shorter", "longer", "type", "gone", "wrong"])
+        if kind == "number" and x.size:
+            ends: dict[str, list[float]] = {"f": [np.nan, np.inf, -np.inf, 1e308, 0], "u": [0, 10, 255]}
+            large = [2**62, -1, 0, 2**31, 2**26] if x.dtype == np.int64 else [0, 1, -1]
+            with np.errstate(over="ignore"):
+                x.flat[draw.randrange(x.size)] = draw.choice(ends.get(x.dtype.kind, large))
+        elif kind == "type":
+            x = x.astype(draw.choice([np.float32, np.float64, np.int64, np.int8, np.uint8]))
+        elif kind == "wrong" and "graph.train" in chosen:  # so that the file is read that names a node
+            name, x = "graph.train", chosen["graph.train"] + 1
+        elif kind in ("shorter", "longer"):
+            x = (
+                x.ravel()[: draw.randrange(x.size + 1)]
+                if kind == "shorter"
+                else np.concatenate([x.ravel()] * 3)
+            )
+        chosen[name] = x
+        if kind == "gone":
+            del chosen[name]
+    for file, found in arrays.items():
+        files[file] = safetensors.numpy.save(found)
+        if draw.random() < 0.2:
+            files[file] = files[file][: draw.randrange(len(files[file]))]
+    return False
+
+
 def _bytes(draw: Draw, files: dict[str, bytes]) -> bool:
     """Change bytes of a file, or cut it."""
-    file = draw.choice(["host.json", "state.safetensors", "train.onnx", "evaluate.onnx"])
+    file = draw.choice(["host.json", "state.safetensors", "train.onnx", "evaluate.onnx", "proof.safetensors"])
     content = bytearray(files[file])
-    first = 4096 if file == "state.safetensors" else len(content)
+    first = 4096 if file.endswith(".safetensors") else len(content)
     for _ in range(draw.choice([1, 1, 8])):
         content[draw.randrange(min(first, len(content)))] = draw.choice(
             [0, 34, 44, 57, 93, 125, 255, draw.randrange(256)]
@@ -270,6 +304,7 @@ CHANGES: list[Callable[[Draw, dict[str, bytes]], bool]] = [
     _any_field,
     *[_state] * 2,
     _contract,
+    *[_proof] * 3,
     _bytes,
 ]
 
@@ -294,7 +329,11 @@ def attempt(program: Path, seed: int, number: int, folder: Path) -> str:
     options = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048"
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=60, env={**os.environ, "ASAN_OPTIONS": options}, check=False
+            command,
+            capture_output=True,
+            timeout=60,
+            env={**os.environ, "ASAN_OPTIONS": options, "XDG_CACHE_HOME": "/dev/null"},
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"{seed}:{number} {what}: it takes more than a minute"

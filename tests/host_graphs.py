@@ -173,6 +173,71 @@ def unsure() -> ir.Model:
     return graphopt.compile(file, training=None, loss=loss, optimizer=passes.SGD(2.0**-6))
 
 
+def long_sequences() -> ir.Model:
+    """Return a step with connectionist temporal classification of 400 frames: logarithms of sums of about -600."""
+    network = model(
+        "g (float[N,400,5] x) => (float[N,400,6] y) { h = MatMul(x, w)\n y = Add(h, b) }",
+        w=np.random.default_rng(6).standard_normal((5, 6)) / 3,
+        b=np.zeros(6),
+    )
+    return graphopt.compile(network, loss=passes.CTC(), optimizer=passes.SGD(0.01))
+
+
+def far_from_zero() -> ir.Model:
+    """Return a step with LayerNormalization of numbers near 1,000."""
+    network = model(
+        """g (float[N,16] x) => (float[N,4] y) {
+            n = LayerNormalization(x, scale, shift)
+            y = MatMul(n, w)
+        }""",
+        scale=np.ones(16),
+        shift=np.zeros(16),
+        w=np.random.default_rng(7).standard_normal((16, 4)) / 4,
+    )
+    return graphopt.compile(network, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+
+
+def far_positions() -> ir.Model:
+    """Return a step on sines and cosines of positions near 20,000."""
+    network = model(
+        """g (float[N,1] x) => (float[N,4] y) {
+            angle = Mul(x, frequencies)
+            s = Sin(angle) c = Cos(angle)
+            both = Concat<axis = 1>(s, c)
+            y = MatMul(both, w)
+        }""",
+        w=np.random.default_rng(8).standard_normal((16, 4)) / 4,
+    )
+    frequencies = (10_000.0 ** (-np.arange(8) / 8)).astype(np.float32)
+    network.graph.initializer.append(onnx.numpy_helper.from_array(frequencies[None], "frequencies"))
+    parameters = passes.Parameters(["w"])
+    return graphopt.compile(
+        network, parameters=parameters, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)
+    )
+
+
+def u_net() -> ir.Model:
+    """Return a step of a small U-Net: convolutions, AveragePool, Resize and a connection around them."""
+    random = np.random.default_rng(9)
+    network = model(
+        """g (float[N,2,12,12] x) => (float[N,1,12,12] y) {
+            a = Conv<pads=[1,1,1,1]>(x, first) r = Relu(a)
+            d = AveragePool<kernel_shape=[2,2], strides=[2,2]>(r)
+            e = Conv<pads=[1,1,1,1]>(d, second) f = Relu(e)
+            u = Resize<mode="nearest">(f, , sizes)
+            both = Concat<axis = 1>(u, r)
+            y = Conv<pads=[1,1,1,1]>(both, last)
+        }""",
+        first=random.standard_normal((4, 2, 3, 3)) / 4,
+        second=random.standard_normal((6, 4, 3, 3)) / 6,
+        last=random.standard_normal((1, 10, 3, 3)) / 9,
+    )
+    network.graph.initializer.append(
+        onnx.numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "sizes")
+    )
+    return graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.Adam(1e-2))
+
+
 def _numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.standard_normal(shape).astype(np.float32)
 
@@ -225,11 +290,31 @@ MORE = {
     ),
 }
 
+# Numbers at the ends of what runtimes compute well, for a table beside that of GRAPHS.
+ENDS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], Batch]]] = {
+    "long_sequences": (
+        long_sequences,
+        lambda r: {"x": _numbers(r, 2, 400, 5), "target": r.integers(1, 6, (2, 30))},
+    ),
+    "far_from_zero": (
+        far_from_zero,
+        lambda r: {"x": 1000 + _numbers(r, 12, 16), "target": r.integers(0, 4, 12)},
+    ),
+    "far_positions": (
+        far_positions,
+        lambda r: {
+            "x": r.integers(19_000, 20_001, (12, 1)).astype(np.float32),
+            "target": r.integers(0, 4, 12),
+        },
+    ),
+    "u_net": (u_net, lambda r: {"x": _numbers(r, 2, 2, 12, 12), "target": _numbers(r, 2, 1, 12, 12)}),
+}
+
 
 def batches(name: str, steps: int = STEPS) -> list[Batch]:
     """Return the batches of a graph, the same in each call."""
     random = np.random.default_rng(1)
-    return [{**GRAPHS, **MORE}[name][1](random) for _ in range(steps)]
+    return [{**GRAPHS, **MORE, **ENDS}[name][1](random) for _ in range(steps)]
 
 
 def roots() -> ir.Model:

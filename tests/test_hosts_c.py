@@ -71,7 +71,8 @@ def train(
     for name in fed[0]:
         np.stack([batch[name] for batch in fed]).tofile(raw / f"{name}.bin")
     arguments = [folder, raw, str(len(fed)), saved, state or "-", *(feeds or fed[0])]
-    done = subprocess.run([program, *arguments], check=True, capture_output=True, text=True)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(saved.parent)}
+    done = subprocess.run([program, *arguments], check=True, capture_output=True, text=True, env=environment)
     refused[saved] = done.stderr.splitlines()
     return [float(line) for line in done.stdout.splitlines()]
 

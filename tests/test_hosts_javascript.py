@@ -291,7 +291,9 @@ def test_the_package_is_small_and_names_its_files() -> None:
     described = json.loads((PACKAGE / "package.json").read_text())
     assert set(described["files"]) == {path.name for path in PACKAGE.glob("*.[jt]s")}
     assert set(described["peerDependencies"]) == {"onnxruntime-common"} and "dependencies" not in described
-    assert sum(len(path.read_text().splitlines()) for path in PACKAGE.glob("*.js")) <= 640
+    assert (
+        sum(len(path.read_text().splitlines()) for path in PACKAGE.glob("*.js")) <= 840
+    )  # 200 are the proof
 
 
 @pytest.mark.slow

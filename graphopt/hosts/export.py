@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -28,9 +29,10 @@ from graphopt.graph.state import take_initial
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
-from graphopt.graph.values import name_of, tensor_bytes
+from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.hosts.adapters import adapter_files, adapter_graph
 from graphopt.hosts.contract import HOST, Place, contract, places
+from graphopt.hosts.proof import DEBUG, PROOF, proof_batch, proof_files
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.check import add_check, not_finite
 from graphopt.targets.portable import FORMS
@@ -69,6 +71,8 @@ def export_hosts(
     - `adapter.onnx` computes of the state what adapter files have of DoRA, which divides by the norms of weights.
     - `adapter.onnx_adapter` and `adapter_model.safetensors` with `adapter_config.json` are the adapters of the initial
       state in the forms of `graphopt.save_adapter` that they have, where a host puts the numbers of its state.
+    - `proof.safetensors` is a batch, and what the plain step computes of it in float64: hosts compare their first step
+      with it. `debug.safetensors` finds the first node that differs.
     - `host.json` lists names, types, shapes, and the output that replaces each state.
 
     Args:
@@ -88,8 +92,8 @@ def export_hosts(
     >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> graphopt.export_hosts(step, "host")
     >>> sorted(os.listdir("host"))  # doctest: +NORMALIZE_WHITESPACE
-    ['evaluate.onnx', 'host.json', 'inference.onnx', 'predict.onnx', 'state.safetensors', 'train.onnx',
-     'train_steps.onnx']
+    ['debug.safetensors', 'evaluate.onnx', 'host.json', 'inference.onnx', 'predict.onnx', 'proof.safetensors',
+     'state.safetensors', 'train.onnx', 'train_steps.onnx']
     """
     if target is not None and target not in FORMS:
         raise GraphoptError(unknown("target", target, FORMS))
@@ -97,23 +101,36 @@ def export_hosts(
         raise GraphoptError(unknown("language", language, LANGUAGES))
     model = load(step)
     check_trains(model, "export_hosts")
-    initial = take_initial(model)
     if batch is not None:
         _fix_batch(model, batch)
+    proven_on = proof_batch(model)
+    initial = take_initial(model)
     trained = inference.trained(model, initial, as_stored=False, adapters="kept")
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
-    models = _graphs(model, initial, unroll, target)
+    plain, adapter = _plain(model), adapter_graph(model, initial)
+    models = _graphs(
+        {**plain, **({"adapter": adapter} if adapter is not None else {})}, initial, unroll, target
+    )
     content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
     trained = _with_weights_in_state(trained, model, where)
+    described = contract(model, initial, where, models)
+    proof = {}
+    if proven_on is not None:
+        nexts = [next_of(x) for x in with_role(model, *STATE)]
+        reports = cast("dict[str, dict[str, list[str]]]", described["graphs"])
+        compared = {name: reports[name]["reports"] for name in plain}
+        compared["train"] = nexts + compared["train"]
+        proof = proof_files(plain, models["train"], compared, initial, proven_on)
     shared = b"" if target is not None else _shared([*models.values()], trained, any(adapted(model)))
     adapters, blocks = adapter_files(model, initial, computes="adapter" in models)
     described = {
-        **contract(model, initial, where, models),
+        **described,
         "files": {
             **{name: f"{name}.onnx" for name in models},
             **{"inference": INFERENCE, "state": STATE_FILE},
             **({"weights": _WEIGHTS_FILE} if shared else {}),
+            **{name: file for name, file in (("proof", PROOF), ("debug", DEBUG)) if file in proof},
         },
         "batch": batch,
         "target": target,
@@ -130,24 +147,27 @@ def export_hosts(
             **({_WEIGHTS_FILE: shared} if shared else {}),
             STATE_FILE: content,
             **adapters,
+            **proof,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
             **(_program(language) if language is not None else {}),
         },
     )
 
 
-def _graphs(
-    model: ir.Model, initial: Mapping[str, np.ndarray], unroll: bool, target: str | None
-) -> dict[str, ir.Model]:
-    """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
+def _plain(model: ir.Model) -> dict[str, ir.Model]:
+    """Return the graphs to export, by name, before they are lowered."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
     train = model.clone()
     train.graph.outputs[:] = [y for y in train.graph.outputs if not metadata.ON_DEMAND.is_set(y)]
     graphs = {"train": train, "evaluate": inference.extract(model, evaluated)}
-    if predicted:
-        graphs["predict"] = inference.extract(model, predicted)
-    if (adapter := adapter_graph(model, initial)) is not None:
-        graphs["adapter"] = adapter
+    return graphs | ({"predict": inference.extract(model, predicted)} if predicted else {})
+
+
+def _graphs(
+    plain: Mapping[str, ir.Model], initial: Mapping[str, np.ndarray], unroll: bool, target: str | None
+) -> dict[str, ir.Model]:
+    """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
+    graphs = {name: graph.clone() for name, graph in plain.items()}
     if unroll:
         import passes
 

@@ -13,11 +13,11 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import is_floating, name_of
-from graphopt.inspection.random_inputs import SIZES, random_inputs
 from graphopt.runtime.checks.findings import CheckTable, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
 from graphopt.runtime.inputs import encoding_of
+from graphopt.runtime.random_inputs import SIZES, random_inputs
 from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
 

@@ -27,12 +27,12 @@ from graphopt.graph.shown import elements
 from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
-from graphopt.inspection.random_inputs import SIZES, open_sizes
 from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.contest import measured
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.frozen import frozen_bytes, placement_by_size
+from graphopt.runtime.random_inputs import SIZES, open_sizes
 from graphopt.runtime.signature import InputSpec
 from graphopt.targets.bfloat16 import computes_bfloat16
 from graphopt.targets.native.lowering import plan

@@ -237,7 +237,7 @@ class Translation:
         for x, weight in weights.items():
             model.graph.initializers[name_of(x)].const_value = ir.tensor(weight, name=x.name)
         if self._unit > self._rounding:
-            _round_products(model, 2 * self._unit, trial)
+            round_products(model, 2 * self._unit, trial)
         return Session(self._oracle, model)
 
     def _noisy(self, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -301,7 +301,7 @@ class Translation:
         )
 
 
-def _round_products(model: ir.Model, unit: float, trial: int) -> None:
+def round_products(model: ir.Model, unit: float, trial: int) -> None:
     """Add noise to the operands of products, as lower precision does.
 
     Noise in weights and data does not show what rounding of operands does to a gradient that is 0 for all of these, as

@@ -1,6 +1,6 @@
-"""Train seven graphs on every host, and write the table of the guide `examples/guides/hosts.md`.
+"""Train eleven graphs on every host, and write the tables of the guide `examples/guides/hosts.md`.
 
-    python examples/hosts/matrix/run.py [--only WORD]... [--folder FOLDER]
+    python examples/hosts/matrix/run.py [--only WORD]... [--table matrix|ends] [--folder FOLDER]
 
 A host in Python gets a virtual environment of its own, made when it is missing. Results are kept in FOLDER, so that
 `--only` repeats the hosts whose names contain a word and the table keeps the others.
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +26,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from host_graphs import GRAPHS, STEPS, batches  # noqa: E402
+from host_graphs import ENDS, GRAPHS, STEPS, batches  # noqa: E402
 
 import graphopt  # noqa: E402
 
 GUIDE = ROOT / "examples/guides/hosts.md"
-BEGIN, END = "<!-- matrix -->", "<!-- matrix end -->"
 TITLES = "linear regression", "MLP", "CNN", "LSTM", "transformer", "adapter", "Loop and If"
+AT_ENDS = "CTC of 400 frames", "LayerNormalization at 1,000", "sines at 20,000", "U-Net with AveragePool"
+# Tables in the guide, by the word of their marks: titles, graphs, and how many batches train.
+TABLES = {"matrix": (TITLES, GRAPHS, STEPS), "ends": (AT_ENDS, ENDS, 20)}
+EXPORTED = {**GRAPHS, **ENDS}
 JAVASCRIPT = HERE.parent / "javascript" / "test"
 EXECUTOR = "executor"
 INSTALLED, RUN = 900, 120  # seconds that an installation and 50 steps may take
@@ -131,9 +135,14 @@ REASONS = {
 }
 
 
+def steps_of(name: str) -> int:
+    """Return how many batches a graph trains on."""
+    return next(steps for _, graphs, steps in TABLES.values() if name in graphs)
+
+
 def export(folder: Path, name: str, host: Host) -> tuple[Path, list[float]]:
     """Write the folder of a graph, and its batches; return it and the losses of graphopt's executor."""
-    step, fed = GRAPHS[name][0](), batches(name)
+    step, fed = EXPORTED[name][0](), batches(name, steps_of(name))
     rows = len(fed[0]["target"]) if host.fixed else None
     written = folder / "graphs" / f"{name}{'-fixed' * host.fixed}{'-' + host.target if host.target else ''}"
     graphopt.export_hosts(step, written, batch=rows, unroll=host.fixed, target=host.target)
@@ -165,7 +174,7 @@ def environment(folder: Path, host: Host) -> Path:
     return python
 
 
-def command(folder: Path, graph: Path, host: Host) -> list[str]:
+def command(folder: Path, graph: Path, host: Host, steps: int) -> list[str]:
     """Return the command that trains a graph on a host."""
     if host.program:
         return ["node", str(JAVASCRIPT / host.program[0]), host.program[1], str(graph)]
@@ -184,19 +193,21 @@ def command(folder: Path, graph: Path, host: Host) -> list[str]:
     python = environment(folder, next(other for other in HOSTS if host.name.endswith(other.name)))
     make = ["make", "-s", "-C", str(ROOT / "graphopt" / "hosts" / "c"), f"PYTHON={python}", f"BUILD={build}"]
     subprocess.run(make, check=True, capture_output=True, text=True)
-    feeds = [x["name"] for x in json.loads((graph / "host.json").read_text())["feeds"]]
+    fed = np.load(graph / "batches.npz")
+    names = [x["name"] for x in json.loads((graph / "host.json").read_text())["feeds"]]
+    feeds = [f"{name}={','.join(map(str, fed[name].shape[1:]))}" for name in names]
     return [
         str(build / "train"),
         str(graph),
         str(graph),
-        str(STEPS),
+        str(steps),
         str(folder / "c.safetensors"),
         "-",
         *feeds,
     ]
 
 
-def losses(printed: str, host: Host) -> list[float]:
+def losses(printed: str, host: Host, steps: int) -> list[float]:
     """Return the losses that a host has printed."""
     if host.program:
         found = json.loads(printed)
@@ -205,7 +216,7 @@ def losses(printed: str, host: Host) -> list[float]:
         return found["losses"]
     if host.adapter:
         return json.loads(printed.splitlines()[-1])
-    return [float(line) for line in printed.splitlines()[:STEPS]]
+    return [float(line) for line in printed.splitlines()[:steps]]
 
 
 def outcome(folder: Path, name: str, host: Host) -> str:
@@ -214,7 +225,7 @@ def outcome(folder: Path, name: str, host: Host) -> str:
         graph, expected = export(folder, name, host)
         path = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
-            command(folder, graph, host),
+            command(folder, graph, host, len(expected)),
             cwd=folder,  # MNN's converter leaves a file there
             env=path,
             capture_output=True,
@@ -222,7 +233,7 @@ def outcome(folder: Path, name: str, host: Host) -> str:
             timeout=RUN,
             check=True,
         )
-        found = np.array(losses(done.stdout, host))
+        found = np.array(losses(done.stdout, host, len(expected)))
         largest = float(np.max(np.abs(found - expected) / np.abs(expected)))
         return f"{largest:.0e}" if largest > 0 else "0"
     except graphopt.GraphoptError as error:
@@ -242,14 +253,11 @@ def outcome(folder: Path, name: str, host: Host) -> str:
         return str(error)[:60]
 
 
-def table(results: dict[str, dict[str, str]]) -> str:
-    """Return the results as a table in Markdown."""
-    rows = [["host", *TITLES], ["---", *["---:"] * len(GRAPHS)]]
-    rows += [
-        [host.name, *(results[host.name].get(name, "") for name in GRAPHS)]
-        for host in HOSTS
-        if host.name in results
-    ]
+def table(results: dict[str, dict[str, str]], titles: Sequence[str], graphs: Iterable[str]) -> str:
+    """Return the results of some graphs as a table in Markdown."""
+    rows = [["host", *titles], ["---", *["---:"] * len(titles)]]
+    found = {host.name: [results.get(host.name, {}).get(name, "") for name in graphs] for host in HOSTS}
+    rows += [[name, *cells] for name, cells in found.items() if any(cells)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -259,6 +267,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", help="run the hosts whose names contain this word")
+    parser.add_argument("--table", choices=TABLES, action="append", help="run the graphs of this table")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "matrix")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -267,13 +276,15 @@ def main() -> None:
     results = json.loads(kept.read_text()) if kept.exists() else {}
     for host in HOSTS:
         if not arguments.only or any(word in host.name for word in arguments.only):
-            results[host.name] = {}
-            for name in GRAPHS:
-                results[host.name][name] = outcome(folder, name, host)
+            for name in [name for x in arguments.table or TABLES for name in TABLES[x][1]]:
+                results.setdefault(host.name, {})[name] = outcome(folder, name, host)
                 print(f"{host.name}, {name}: {results[host.name][name]}", flush=True)
             kept.write_text(json.dumps(results, indent=1))
-    before, rest = GUIDE.read_text().split(BEGIN)
-    GUIDE.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
+    for word in arguments.table or TABLES:
+        begin, end = f"<!-- {word} -->", f"<!-- {word} end -->"
+        before, rest = GUIDE.read_text().split(begin)
+        made = table(results, *TABLES[word][:2])
+        GUIDE.write_text(f"{before}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 #define CHECK "graphopt.check"  // the output that is finite only if the loss and the new state are
 #define TRY(call) do { GraphoptCode code_ = (call); if (code_) return code_; } while (0)
 #define RUN(call) TRY(checked(call))
-enum { FLOAT = 1, INT64 = 7, RANK = 16, TYPES = 17 };
+enum { FLOAT = 1, INT32 = 6, INT64 = 7, DOUBLE = 11, RANK = 16, TYPES = 17 };
 
 /* ONNX's types by number: their names in NumPy and in safetensors, and the bytes of one number, of which C feeds some. */
 static const struct { const char *name, *stored; size_t bytes; } types[TYPES] = {
@@ -39,6 +39,7 @@ typedef struct {
     OrtValue *value;                 // NULL until it is fed
     OrtTypeInfo *info;               // owns the names
     int is_state, is_replaced;       // whether an output has its next numbers
+    int is_proof;                    // whether it has the numbers of a proof
     size_t offset, length;           // of a state, in the file of the state
     double low, high, ignored;       // labels; NaN: none
 } Input;
@@ -49,6 +50,7 @@ struct GraphoptTrainer {
     Input *input;
     char *folder, *host, *state;     // the last two are the files
     size_t size, steps;              // of the file of the state; done
+    int is_wrong;                    // whether the runtime computes other numbers than the proof has
 };
 
 static const OrtApi *ort;
@@ -130,11 +132,13 @@ static GraphoptCode check_state(const char *path, const char *file, size_t size)
     return fail(GRAPHOPT_FILE, "%s: expected a safetensors file, found other bytes", path);
 }
 
-static GraphoptCode open_graph(OrtEnv *env, const char *folder, const char *name, Graph *g) {
+/* Opens a file, or the content of one if it is given. */
+static GraphoptCode open_graph(OrtEnv *env, const char *folder, const char *name, const char *content, size_t size, Graph *g) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     g->file = name;
-    RUN(ort->CreateSession(env, path, NULL, &g->session));
+    if (content) RUN(ort->CreateSessionFromArray(env, content, size, NULL, &g->session));
+    else RUN(ort->CreateSession(env, path, NULL, &g->session));
     RUN(ort->SessionGetInputCount(g->session, &g->inputs));
     RUN(ort->SessionGetOutputCount(g->session, &g->outputs));
     g->input = calloc(g->inputs + 1, sizeof(char *)), g->output = calloc(g->outputs + 1, sizeof(char *));
@@ -389,23 +393,234 @@ static GraphoptCode adopt(GraphoptTrainer *t, OrtValue **outputs, float loss) {
 
 /* Computes the outputs of a graph. */
 static GraphoptCode compute(GraphoptTrainer *t, const Graph *g) {
+    for (size_t i = 0; i < g->outputs; i++) g->made[i] = NULL;
     TRY(check_feeds(t, g));
     for (size_t i = 0; i < g->inputs; i++) g->given[i] = find(t, g->input[i], strlen(g->input[i]))->value;
-    for (size_t i = 0; i < g->outputs; i++) g->made[i] = NULL;
     return checked(ort->Run(g->session, NULL, (const char *const *)g->input, (const OrtValue *const *)g->given, g->inputs,
                             (const char *const *)g->output, g->outputs, g->made));
 }
 
+static GraphoptCode call(GraphoptTrainer *t, const Graph *g) {
+    TRY(compute(t, g));
+    return check_made(t, g);
+}
+
+static void release_made(const Graph *g) {
+    for (size_t i = 0; i < g->outputs; i++) if (g->made[i]) ort->ReleaseValue(g->made[i]), g->made[i] = NULL;
+}
+
 static GraphoptCode run(GraphoptTrainer *t, const Graph *g, float *loss) {
     float *number, found = NAN;
-    TRY(compute(t, g));
-    GraphoptCode code = check_made(t, g);
+    GraphoptCode code = call(t, g);
     for (size_t i = 0; !code && i < g->outputs; i++)
         if (!strcmp(g->output[i], "loss") && !(code = checked(ort->GetTensorMutableData(g->made[i], (void **)&number)))) found = *number;
     if (loss) *loss = found;
     if (!code && g == &t->train) code = adopt(t, g->made, found);
-    for (size_t i = 0; i < g->outputs; i++) if (g->made[i]) ort->ReleaseValue(g->made[i]);
+    release_made(g);
     return code;
+}
+
+static void close_graph(Graph *g) {
+    for (size_t i = 0; g->input && i < g->inputs; i++) if (g->input[i]) checked(ort->AllocatorFree(memory, g->input[i]));
+    for (size_t i = 0; g->output && i < g->outputs; i++) if (g->output[i]) checked(ort->AllocatorFree(memory, g->output[i]));
+    free(g->input), free(g->output), free(g->given), free(g->made);
+    if (g->session) ort->ReleaseSession(g->session);
+}
+
+/* A proof: a batch, and sums of what the plain step computes of it; see graphopt/hosts/proof.py. */
+typedef struct { char *data; size_t size; } File;
+enum { COLUMNS = 4, MOST_FED = 1 << 26 };  // of a row: how much the sums of an output may differ, and its sums
+
+/* Finds a part of a file by two words of its name; NULL if it has none. */
+static const char *part(const File *file, const char *first, const char *second, ONNXTensorElementDataType type, size_t *length) {
+    char name[4096];
+    size_t offset;
+    Input x = {.name = name, .type = type};
+    snprintf(name, sizeof name, "%s.%s", first, second);
+    return file->size >= 8 && place(file->data, file->size, &x, &offset, length) == 1 ? file->data + offset : NULL;
+}
+
+static double number_at(const char *data, ONNXTensorElementDataType type, size_t i) {
+    float x;
+    double wide;
+    int64_t whole;
+    int32_t half;
+    if (type == FLOAT) return memcpy(&x, data + 4 * i, 4), (double)x;
+    if (type == DOUBLE) return memcpy(&wide, data + 8 * i, 8), wide;
+    if (type == INT64) return memcpy(&whole, data + 8 * i, 8), (double)whole;
+    return memcpy(&half, data + 4 * i, 4), (double)half;
+}
+
+/* Compares an output with its row, less the numbers of a state before the step. Returns 1 if they differ, and the sums. */
+static int differs(OrtValue *value, const Input *before, const char *row, double *expected, double *found) {
+    OrtTensorTypeAndShapeInfo *info;
+    Input y = {0};
+    char *data, *start = NULL;
+    double sums[COLUMNS] = {0};
+    const double allowed = number_at(row, DOUBLE, 0);
+    if (checked(ort->GetTensorTypeAndShape(value, &info))) return 0;
+    GraphoptCode code = read_shape(info, &y);
+    ort->ReleaseTensorTypeAndShapeInfo(info);
+    if (code || (y.type != FLOAT && y.type != DOUBLE && y.type != INT64 && y.type != INT32)) return 0;
+    if (checked(ort->GetTensorMutableData(value, (void **)&data))) return 0;
+    if (before && checked(ort->GetTensorMutableData(before->value, (void **)&start))) return 0;
+    size_t count = 1;
+    for (size_t i = 0; i < y.rank; i++) count *= (size_t)y.dims[i];
+    for (size_t i = 0; i < count; i++) {
+        double x = number_at(data, y.type, i) - (start ? number_at(start, y.type, i) : 0);
+        uint32_t h = (uint32_t)(i + 1) * 0x9e3779b1u;
+        h = (h ^ h >> 15) * 0x85ebca6bu, h ^= h >> 13;
+        for (int k = 1; k < COLUMNS; k++) sums[k] += h >> (k - 1) & 1 ? -x : x;
+    }
+    for (int k = 1; k < COLUMNS; k++) {
+        *expected = number_at(row, DOUBLE, (size_t)k), *found = sums[k];
+        if (!isinf(allowed) && !(fabs(*found - *expected) <= allowed)) return 1;
+    }
+    return 0;
+}
+
+/* Returns the place of a text in a list of host.json: of names of entries if `key` is "name", and else of texts; -1: none. */
+static long index_of(const char *begin, const char *key, const char *name) {
+    const char *end = begin ? strchr(begin, *key ? '\0' : ']') : NULL;
+    const size_t length = strlen(name);
+    long index = 0;
+    for (const char *c = begin; c && end && (c = strstr(c, *key ? "\"name\": \"" : "\"")) && c < end; index++) {
+        c += *key ? 9 : 1;
+        if (!strncmp(c, name, length) && c[length] == '"') return index;
+        c += strcspn(c, "\""), c += *c == '"';
+    }
+    return -1;
+}
+
+/* Finds the row of an output: first those of the state in the order of host.json, then those of what a graph reports. */
+static const char *row_of(const GraphoptTrainer *t, const Graph *g, const Input *state, const char *output, const char *rows, size_t length) {
+    const char *graphs = strstr(t->host, "\"graphs\": {"), *own = graphs ? strstr(graphs, g == &t->train ? "\"train\": {" : "\"evaluate\": {") : NULL;
+    const char *reports = own ? strstr(own, "\"reports\": [") : NULL, *states = strstr(t->host, "\"state\": [");
+    long count = 0, index;
+    for (const Input *x = t->input; g == &t->train && x < t->input + t->train.inputs; x++) count += x->is_state;
+    if (state) index = index_of(states, "name", state->name);
+    else index = index_of(reports ? reports + 12 : NULL, "", output), index += index < 0 ? 0 : count;
+    return index < 0 || (size_t)(index + 1) * 8 * COLUMNS > length ? NULL : rows + (size_t)index * 8 * COLUMNS;
+}
+
+/* Feeds the batch of a proof, whose numbers repeat. */
+static GraphoptCode feed_proof(GraphoptTrainer *t, const File *proof) {
+    for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
+        size_t known, rank, count = 1;
+        int64_t dims[RANK];
+        if (x->is_state || x->value) continue;
+        const char *numbers = part(proof, "feed", x->name, x->type, &known), *shape = part(proof, "shape", x->name, INT64, &rank);
+        if (!numbers || !shape || known < x->bytes || rank != 8 * x->rank) return fail(GRAPHOPT_FILE, "no feed %s", x->name);
+        memcpy(dims, shape, rank);
+        for (size_t i = 0; i < x->rank; i++) count = dims[i] > 0 && dims[i] <= MOST_FED && count <= MOST_FED ? count * (size_t)dims[i] : 0;
+        char *data = count && count <= MOST_FED ? malloc(count * x->bytes) : NULL;
+        if (!data) return fail(GRAPHOPT_FILE, "another shape of %s", x->name);
+        for (size_t i = 0; i < count; i++) memcpy(data + i * x->bytes, numbers + i % (known / x->bytes) * x->bytes, x->bytes);
+        GraphoptCode code = graphopt_feed(t, x->name, data, count * x->bytes, dims);
+        free(data);
+        TRY(code);
+        x->is_proof = 1;
+    }
+    return GRAPHOPT_OK;
+}
+
+/* Finds the first node of the training graph that differs, and writes its operator and output to a text. */
+static void find_node(GraphoptTrainer *t, const char *folder, char *text, size_t room) {
+    File debug = {0}, train = {0};
+    Graph g = {0};
+    size_t names, rows, more;
+    double expected, found;
+    const char *name, *row, *suffix;
+    char *whole = NULL;
+    if (read_file(folder, "debug.safetensors", &debug.data, &debug.size) || read_file(folder, "train.onnx", &train.data, &train.size) ||
+        !(name = part(&debug, "debug", "names", 2, &names)) || !(row = part(&debug, "debug", "numbers", DOUBLE, &rows)) ||
+        !(suffix = part(&debug, "debug", "graph", 2, &more)) || !(whole = malloc(train.size + more))) goto done;
+    memcpy(whole, train.data, train.size), memcpy(whole + train.size, suffix, more);  // messages that follow each other are merged
+    if (open_graph(t->env, folder, "train.onnx", whole, train.size + more, &g) || call(t, &g)) goto done;
+    for (size_t i = t->train.outputs; i < g.outputs && rows >= 8 * COLUMNS; i++, rows -= 8 * COLUMNS, row += 8 * COLUMNS) {
+        size_t length = 0;
+        while (length < names && name[length] != '\n') length++;
+        if (differs(g.made[i], NULL, row, &expected, &found)) {
+            snprintf(text, room, ", first in node %.*s", (int)length, name);
+            break;
+        }
+        name += length + (length < names), names -= length + (length < names);
+    }
+done:
+    if (g.made) release_made(&g);
+    close_graph(&g);
+    free(whole), free(debug.data), free(train.data);
+}
+
+/* Runs a graph on the proof, and says which output differs. */
+static GraphoptCode prove_graph(GraphoptTrainer *t, const char *folder, const Graph *g, const File *proof) {
+    size_t length;
+    double expected, found;
+    char node[256] = "";
+    const char *rows = part(proof, "graph", g == &t->train ? "train" : "evaluate", DOUBLE, &length), *output = NULL;
+    if (!rows) return fail(GRAPHOPT_FILE, "no numbers of %s", g->file);
+    GraphoptCode code = call(t, g);
+    for (size_t i = 0; !code && !output && i < g->outputs; i++) {
+        const Input *state = g == &t->train ? state_of(t, g->output[i]) : NULL;
+        const char *row = row_of(t, g, state, g->output[i], rows, length);
+        if (row && differs(g->made[i], state, row, &expected, &found)) output = g->output[i];
+    }
+    release_made(g);
+    if (!output) return code;
+    if (g == &t->train) find_node(t, folder, node, sizeof node);
+    t->is_wrong = 1;
+    return fail(GRAPHOPT_RUNTIME, "ONNX Runtime %s: %s: output %s: expected the sum %g of the proof, found %g%s: take another version",
+                OrtGetApiBase()->GetVersionString(), g->file, output, expected, found, node);
+}
+
+static uint64_t hash(uint64_t key, const char *data, size_t size) {  // FNV-1a
+    for (size_t i = 0; i < size; i++) key = (key ^ (unsigned char)data[i]) * 0x100000001b3u;
+    return (key ^ size) * 0x100000001b3u;
+}
+
+/* Writes the path of the file that remembers a proof: its name is a hash of all files, of the runtime and of the processor. */
+static int note_of(const GraphoptTrainer *t, const char *folder, const File *proof, char *path, size_t room) {
+    static const char *const files[] = {"train.onnx", "evaluate.onnx", "weights.bin"};
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME"), *version = OrtGetApiBase()->GetVersionString();
+    char block[65536];
+    uint64_t key = hash(0xcbf29ce484222325u, version, strlen(version));
+    key = hash(hash(hash(key, t->host, strlen(t->host)), t->state, t->size), proof->data, proof->size);
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    while (file && fgets(block, sizeof block, file) && *block != '\n')
+        if (!strstr(block, "MHz") && !strstr(block, "ogo")) key = hash(key, block, strlen(block));
+    if (file) fclose(file);
+    for (size_t i = 0, size; i < sizeof files / sizeof *files; i++) {
+        snprintf(path, room, "%s/%s", folder, files[i]);
+        if (!(file = fopen(path, "rb"))) continue;
+        while ((size = fread(block, 1, sizeof block, file))) key = hash(key, block, size);
+        fclose(file);
+    }
+    if (!(cache && *cache) && !(home && *home)) return 0;
+    int length = snprintf(path, room, "%s%s/graphopt-proof-%016llx", cache && *cache ? cache : home, cache && *cache ? "" : "/.cache", (unsigned long long)key);
+    return length < (int)room;
+}
+
+/* Compares the first step with the proof of the folder, if it has one, unless this machine remembers that it agrees. */
+static GraphoptCode prove(GraphoptTrainer *t, const char *folder) {
+    File proof = {0};
+    char note[4096], reason[sizeof message] = "the folder has no proof";
+    FILE *file = NULL;
+    if (strstr(t->host, "\"proof\": \"proof.safetensors\"") && !read_file(folder, "proof.safetensors", &proof.data, &proof.size)) {
+        int has_note = note_of(t, folder, &proof, note, sizeof note);
+        if (has_note && (file = fopen(note, "rb"))) return fclose(file), free(proof.data), fail(GRAPHOPT_OK, "proven before");
+        GraphoptCode code = check_state("proof.safetensors", proof.data, proof.size);
+        if (!code) code = feed_proof(t, &proof);
+        if (!code) code = prove_graph(t, folder, &t->train, &proof);
+        if (!code) code = prove_graph(t, folder, &t->evaluate, &proof);
+        for (Input *x = t->input; x < t->input + t->train.inputs; x++)
+            if (x->is_proof) ort->ReleaseValue(x->value), x->value = NULL;
+        free(proof.data);
+        if (t->is_wrong) return code;
+        if (!code && has_note && (file = fopen(note, "wb"))) fclose(file);
+        if (!code) return fail(GRAPHOPT_OK, "proven");
+        snprintf(reason, sizeof reason, "%s", message);
+    }
+    return fail(GRAPHOPT_OK, "not proven: %.400s", reason);
 }
 
 GraphoptCode graphopt_step(GraphoptTrainer *t, float *loss) { return run(t, &t->train, loss); }
@@ -576,11 +791,11 @@ GraphoptCode graphopt_adapter(GraphoptTrainer *t, const char *form, const char *
     if (!at || !(at = strstr(at, text)))
         return fail(GRAPHOPT_FILE, "adapter: expected the form %s in host.json, found none: graphopt.save_adapter in Python writes it, or says why", form);
     Graph *g = &t->adapter;
-    if (!g->session && strstr(t->host, "\"adapter\": \"adapter.onnx\"")) TRY(open_graph(t->env, t->folder, "adapter.onnx", g));
+    if (!g->session && strstr(t->host, "\"adapter\": \"adapter.onnx\"")) TRY(open_graph(t->env, t->folder, "adapter.onnx", NULL, 0, g));
     if (g->session) TRY(compute(t, g));
     GraphoptCode code = GRAPHOPT_OK;
     for (at = spaces(at + strlen(text)); !code && *at == '"';) code = adapter_file(t, folder, &at);
-    for (size_t i = 0; i < g->outputs; i++) if (g->made[i]) ort->ReleaseValue(g->made[i]), g->made[i] = NULL;
+    release_made(g);
     return code;
 }
 
@@ -636,13 +851,14 @@ static GraphoptCode open_trainer(GraphoptTrainer *t, const char *folder) {
     TRY(check_state("state.safetensors", t->state, t->size));
     RUN(ort->CreateEnv(ORT_LOGGING_LEVEL_ERROR, "graphopt", &t->env));
     RUN(ort->GetAllocatorWithDefaultOptions(&memory));
-    TRY(open_graph(t->env, folder, "train.onnx", &t->train));
-    TRY(open_graph(t->env, folder, "evaluate.onnx", &t->evaluate));
+    TRY(open_graph(t->env, folder, "train.onnx", NULL, 0, &t->train));
+    TRY(open_graph(t->env, folder, "evaluate.onnx", NULL, 0, &t->evaluate));
     if (!(t->input = calloc(t->train.inputs + 1, sizeof *t->input))) return fail(GRAPHOPT_RUNTIME, "memory: expected more");
     for (size_t i = 0; i < t->train.inputs; i++) TRY(describe(t, i, &t->input[i]));
     TRY(begin(t, folder));
     TRY(check_outputs(t, &t->train));
-    return check_outputs(t, &t->evaluate);
+    TRY(check_outputs(t, &t->evaluate));
+    return prove(t, folder);
 }
 
 GraphoptCode graphopt_open(const char *folder, GraphoptTrainer **trainer) {
@@ -650,13 +866,6 @@ GraphoptCode graphopt_open(const char *folder, GraphoptTrainer **trainer) {
     GraphoptCode code = open_trainer(*trainer, folder);
     if (code) graphopt_close(*trainer), *trainer = NULL;
     return code;
-}
-
-static void close_graph(Graph *g) {
-    for (size_t i = 0; g->input && i < g->inputs; i++) if (g->input[i]) checked(ort->AllocatorFree(memory, g->input[i]));
-    for (size_t i = 0; g->output && i < g->outputs; i++) if (g->output[i]) checked(ort->AllocatorFree(memory, g->output[i]));
-    free(g->input), free(g->output), free(g->given), free(g->made);
-    if (g->session) ort->ReleaseSession(g->session);
 }
 
 void graphopt_close(GraphoptTrainer *t) {

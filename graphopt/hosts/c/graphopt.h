@@ -16,7 +16,8 @@ typedef enum {
 
 typedef struct GraphoptTrainer GraphoptTrainer;
 
-/* Opens a folder. After an error, *trainer is NULL. */
+/* Opens a folder, and compares the first step with its proof. graphopt_message() says then whether it is proven. After an
+   error, *trainer is NULL. */
 GraphoptCode graphopt_open(const char *folder, GraphoptTrainer **trainer);
 
 /* Sets an input for later calls: data and targets of a batch, or a hyperparameter, which begins with its default.

@@ -100,6 +100,12 @@ export class Trainer {
   readonly host: Host;
 
   /**
+   * What is known of each graph that is open: `proven`, `proven before` (on this device, by this runtime: the browser
+   * remembers it), or `not proven: ` and the reason.
+   */
+  readonly proofs: Record<string, string>;
+
+  /**
    * Do one training step on a batch, and return what it reports: `loss`, and what else the graph has. Throw
    * NonFiniteLoss, and keep the state, if the loss or the new state is not finite.
    */

@@ -5,6 +5,7 @@
 
 import { byNames, GraphoptError, named, NonFiniteLoss, told } from "./errors.js";
 import { bytesOf, contractOf, put, reader, safetensors } from "./files.js";
+import { agreed, batchOf, difference, firstNode, keyOf, remember } from "./proof.js";
 import { arrayClass, isFinite, isTensor, sizeOf, tensorOf, valueOf } from "./tensors.js";
 
 export { GraphoptError, NonFiniteLoss } from "./errors.js";
@@ -19,9 +20,11 @@ export class Trainer {
   #held = {}; // tensors by name: state and hyperparameters
   #sessions = {}; // promises, by the name of the graph
   #weights; // a promise: the file of weights that do not train, which all graphs read
+  #onHost = new Set(); // graphs that run elsewhere than the training graph, and read the state in host memory
   #steps = 0; // that were done
   #last = Promise.resolve(); // the newest call: a session runs one at a time
   #disposed = false;
+  proofs = {}; // what is known of each open graph
 
   static async create(ort, files, options = {}) {
     const trainer = new Trainer();
@@ -42,11 +45,10 @@ export class Trainer {
       if (option !== undefined && !fits(option, trainer.host))
         throw new GraphoptError(`${name}: expected ${expected(trainer.host)}, found ${JSON.stringify(option)}`);
     }
-    const [provider] = options.executionProviders ?? [];
-    trainer.#onDevice = (provider?.name ?? provider) === "webgpu";
+    trainer.#onDevice = isOnDevice(options.executionProviders);
     trainer.#initial = await trainer.#read(trainer.host.files.state);
     trainer.#restore(trainer.#initial);
-    Object.assign(trainer.#held, trainer.#checked(mapped(byName(trainer.host.hyperparameters), (x) => x.default)));
+    Object.assign(trainer.#held, trainer.#defaults());
     await (trainer.#sessions.train = trainer.#open("train"));
     return trainer;
   }
@@ -146,13 +148,74 @@ export class Trainer {
     return turn;
   }
 
+  /** Open a graph on the first provider whose numbers agree with the proof of the folder. */
   async #open(graph) {
+    let providers = this.#options.executionProviders;
+    for (;;) {
+      const session = await this.#opened(graph, providers);
+      const line = await this.#differs(graph, session, providers);
+      if (line === undefined) return session;
+      await session.release();
+      const rest = providers?.slice(1) ?? [];
+      const others = rest.length || !isOnDevice(providers) ? rest : ["cpu"];
+      if (!others.length) throw new GraphoptError(`${line}: take another version of ONNX Runtime, and please report it`);
+      console.warn(`${line}: ${nameOf(others)} computes it`);
+      if (graph === "train") {
+        this.#options.executionProviders = others;
+        this.#onDevice = isOnDevice(others);
+      } else this.#onHost.add(graph);
+      providers = others;
+    }
+  }
+
+  /** Return a line if a graph computes other numbers of the initial state than the proof; note what is known. */
+  async #differs(graph, session, providers) {
+    const { files, state, hyperparameters, graphs } = this.host;
+    if (!files.proof) return void (this.proofs[graph] = "not proven: the folder has no proof");
+    const of = graph === "train_steps" ? "train" : graph;
+    try {
+      const proof = await this.#read(files.proof);
+      const weights = files.weights ? [await this.#weights] : [];
+      const facts = { graph, providers, onDevice: isOnDevice(providers), version: this.#ort.env?.versions };
+      const content = await this.#read(files[graph]);
+      const key = await keyOf(facts, [proof, content, this.#initial, await this.#read("host.json"), ...weights]);
+      if (await agreed(key)) return void (this.proofs[graph] = "proven before");
+      const feeds = byName(this.host.feeds);
+      let given = batchOf(this.#ort, proof, graphs[graph].feeds.map((name) => feeds[name]), arrayClass);
+      if (graph === "train_steps") given = this.#stacked([given]);
+      const held = { ...this.#stateOf(this.#initial), ...this.#defaults() };
+      for (const { name } of [...state, ...hyperparameters]) if (session.inputNames.includes(name)) given[name] = held[name];
+      const next = of === "train" ? state.map((x) => x.next) : [];
+      const before = Object.fromEntries(next.map((name, i) => [name, held[state[i].name]]));
+      const line = await difference(session, proof, `graph.${of}`, [...next, ...graphs[of].reports], given, before);
+      if (line === undefined) return void ((this.proofs[graph] = "proven"), await remember(key));
+      const open = async (bytes) => this.#ort.InferenceSession.create(bytes, await this.#sessionOptions(providers));
+      const read = async () => firstNode(open, content, await this.#read(files.debug), given);
+      const node = graph === "train" && files.debug ? await read().catch(() => {}) : undefined;
+      const where = node ? `, first in node ${node}` : "";
+      return `${nameOf(providers) ?? "ort"}: ${files[graph]}: output ${line}${where}`;
+    } catch (error) {
+      this.proofs[graph] = `not proven: ${String(error.message).split("\n")[0]}`;
+    }
+  }
+
+  #defaults() {
+    return this.#checked(mapped(byName(this.host.hyperparameters), (x) => x.default));
+  }
+
+  async #sessionOptions(executionProviders) {
+    const options = { ...this.#options, ...(executionProviders && { executionProviders }) };
+    const path = this.host.files.weights;
+    if (path) options.externalData = [{ path, data: await (this.#weights ??= this.#read(path)) }];
+    return options;
+  }
+
+  async #opened(graph, executionProviders) {
     const file = this.host.files[graph];
     const floats = this.host.state.filter(({ type }) => type.startsWith("float"));
     const preferredOutputLocation = Object.fromEntries(floats.map(({ next }) => [next, "gpu-buffer"]));
-    const options = { ...(this.#onDevice && { preferredOutputLocation }), ...this.#options };
-    const path = this.host.files.weights;
-    if (path) options.externalData = [{ path, data: await (this.#weights ??= this.#read(path)) }];
+    const located = isOnDevice(executionProviders) && { preferredOutputLocation };
+    const options = { ...located, ...(await this.#sessionOptions(executionProviders)) };
     const content = await this.#read(file);
     const session = await this.#ort.InferenceSession.create(content, options).catch((error) => {
       throw new GraphoptError(`${file}: ONNX Runtime cannot open it: ${String(error.message).split("\n")[0]}`);
@@ -221,6 +284,7 @@ export class Trainer {
     const read = (written.length && this.#options.report) || reports;
     const steps = graph === "train_steps" ? Object.values(feeds)[0].dims[0] : undefined;
     for (const name of [...state, ...hyperparameters]) feeds[name] = this.#held[name];
+    if (this.#onHost.has(graph)) for (const name of state) feeds[name] = await this.#inHostMemory(feeds[name]);
     const found = await session.run(feeds, this.#outputs(graph)).catch((error) => {
       throw new GraphoptError(`${this.host.files[graph]}: ONNX Runtime cannot run it: ${String(error.message).split("\n")[0]}`);
     });
@@ -230,6 +294,10 @@ export class Trainer {
       next: Object.fromEntries(written.map(({ name, next }) => [name, found[next]])),
       wrong: check.some((name) => !isFinite(found[name])) && found.loss,
     };
+  }
+
+  async #inHostMemory(tensor) {
+    return new this.#ort.Tensor(tensor.type, await tensor.getData(), tensor.dims);
   }
 
   /** Replace the state, all of it before anything else can run. */
@@ -305,8 +373,14 @@ export class Trainer {
     });
   }
 
-  /** Replace the state by that of a checkpoint, whose tensors may stand in another order and beside metadata. */
   #restore(bytes) {
+    const tensors = this.#stateOf(bytes);
+    for (const { name } of this.host.state) this.#held[name]?.dispose();
+    Object.assign(this.#held, tensors);
+  }
+
+  /** Return the state in a checkpoint, whose tensors may stand in another order and beside metadata. */
+  #stateOf(bytes) {
     const [own, found] = [safetensors(this.#initial), safetensors(bytes)];
     const told = (entry) => (entry ? `${entry.dtype} [${entry.shape}]` : "none");
     for (const name of Object.keys({ ...own.entries, ...found.entries })) {
@@ -334,13 +408,14 @@ export class Trainer {
       const Numbers = arrayClass(this.#ort, type);
       return [name, new this.#ort.Tensor(type, new Numbers(buffer), shape)];
     });
-    for (const { name } of this.host.state) this.#held[name]?.dispose();
-    Object.assign(this.#held, Object.fromEntries(tensors));
+    return Object.fromEntries(tensors);
   }
 }
 
 const STORED = { float32: "F32", float64: "F64", float16: "F16", int64: "I64", int32: "I32", int16: "I16", int8: "I8" };
 Object.assign(STORED, { uint8: "U8", uint16: "U16", uint32: "U32", uint64: "U64", bool: "BOOL", bfloat16: "BF16" });
+const nameOf = (providers) => providers?.[0]?.name ?? providers?.[0];
+const isOnDevice = (providers) => nameOf(providers) === "webgpu";
 const isWhole = (x) => Number.isInteger(x) && x > 0;
 const reports = (host) => host.graphs.train.reports;
 const OPTIONS = {

@@ -92,7 +92,7 @@ export function isFinite({ type, data }) {
   return !type.startsWith("float") || data.every((x) => Number.isFinite(x));
 }
 
-function numbersOf({ type, data }) {
+export function numbersOf({ type, data }) {
   if (type !== "float16" || HALF !== Uint16Array) return Array.from(data, Number);
   return Array.from(data, (bits) => {
     const [sign, exponent, fraction] = [bits >> 15 ? -1 : 1, (bits >> 10) & 31, bits & 1023];

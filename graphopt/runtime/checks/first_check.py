@@ -24,7 +24,6 @@ from graphopt.graph import provenance
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.memory import step_bytes
 from graphopt.graph.operators import CONVOLUTIONS
-from graphopt.graph.precision import retype
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import weight_bytes
 from graphopt.graph.traversal import all_nodes, viewed_model
@@ -33,6 +32,7 @@ from graphopt.pipeline import garbage_waits
 from graphopt.runtime.checks.file import file_findings
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.forward import forward_of
+from graphopt.runtime.checks.precise import in_type
 from graphopt.runtime.checks.rows import some_rows, some_tokens
 from graphopt.runtime.checks.slopes import (
     DOUBLE,
@@ -253,7 +253,7 @@ class _Step:
         with self.forward.shown() as whole:
             if self._is_narrow:
                 whole = whole.clone()
-                _in(whole, ir.DataType.FLOAT)
+                in_type(whole, ir.DataType.FLOAT)
             numbers = sum(state[name].size for name in self.forward.gradients)
             is_worth = numbers >= MANY * max(1, len(self.forward.gradients))
             self._update = update_part(whole, self.forward.gradients) if is_worth else None
@@ -373,7 +373,7 @@ class _Step:
             whole = shown.clone()
         try:
             _write_out_hard_sigmoids(whole)
-            _in(whole, ir.DataType.DOUBLE)
+            in_type(whole, ir.DataType.DOUBLE)
             outputs = Session(self._device, whole).compute_arrays(_fed(whole, {**self.state, **self._batch}))
         except Exception as error:  # noqa: BLE001 - versions raise different types
             _log.debug("no gradient in float64: %s", line(error))
@@ -392,7 +392,7 @@ class _Step:
         for dtype in (*types, ir.DataType.FLOAT if self._is_narrow else None):
             if dtype is not None:
                 part = self.forward.part.clone()
-                _in(part, dtype)
+                in_type(part, dtype)
             else:
                 part = self.forward.part
             try:
@@ -629,15 +629,6 @@ def _write_out_hard_sigmoids(model: ir.Model) -> None:
                 swap(node.outputs[0], op.Clip(node.inputs[0] * slope + shift, 0.0, 1.0))
                 model.graph.remove(node, safe=True)
     model.graph.sort()
-
-
-def _in(model: ir.Model, dtype: ir.DataType) -> None:
-    """Change the floating-point type of a model; outputs keep their other types."""
-    types = {y: y.type for y in model.graph.outputs}
-    retype(model, dtype)
-    for y, kind in types.items():
-        is_float = kind is not None and kind.dtype.is_floating_point()
-        y.type = ir.TensorType(dtype) if is_float else kind
 
 
 def _fed(model: ir.Model, arrays: Arrays) -> Arrays:

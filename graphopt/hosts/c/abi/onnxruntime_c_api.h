@@ -27,7 +27,7 @@ typedef struct OrtApi {
     OrtStatus *(*CreateEnv)(OrtLoggingLevel, const char *, OrtEnv **);
     ORT_UNUSED(4, 6);
     OrtStatus *(*CreateSession)(const OrtEnv *, const char *, const OrtSessionOptions *, OrtSession **);
-    ORT_UNUSED(8, 8);
+    OrtStatus *(*CreateSessionFromArray)(const OrtEnv *, const void *, size_t, const OrtSessionOptions *, OrtSession **);
     OrtStatus *(*Run)(OrtSession *, const OrtRunOptions *, const char *const *, const OrtValue *const *, size_t,
                       const char *const *, size_t, OrtValue **);
     OrtStatus *(*CreateSessionOptions)(OrtSessionOptions **);

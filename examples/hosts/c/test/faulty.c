@@ -1,0 +1,52 @@
+/* A shim of ONNX Runtime that computes one node wrongly: built as a library that the program loads first, it opens the
+   graph that FAULTY names in place of each train.onnx. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <onnxruntime_c_api.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const OrtApi *real;
+static OrtApi *changed;
+static OrtApiBase base;
+static char right[4096];
+
+static OrtStatus *create(const OrtEnv *env, const char *path, const OrtSessionOptions *options, OrtSession **session) {
+    const char *faulty = getenv("FAULTY"), *name = strrchr(path, '/');
+    if (name && !strcmp(name, "/train.onnx")) snprintf(right, sizeof right, "%s", path);
+    return real->CreateSession(env, faulty && name && !strcmp(name, "/train.onnx") ? faulty : path, options, session);
+}
+
+/* The graph that names a node is the right one with more bytes: these follow the wrong one. */
+static OrtStatus *create_more(const OrtEnv *env, const void *content, size_t size, const OrtSessionOptions *options, OrtSession **session) {
+    const char *faulty = getenv("FAULTY");
+    FILE *wrong = faulty ? fopen(faulty, "rb") : NULL, *known = fopen(right, "rb");
+    if (!wrong || !known || fseek(wrong, 0, SEEK_END) || fseek(known, 0, SEEK_END)) return real->CreateSessionFromArray(env, content, size, options, session);
+    size_t length = (size_t)ftell(wrong), old = (size_t)ftell(known);
+    char *whole = malloc(length + size);
+    rewind(wrong);
+    length = fread(whole, 1, length, wrong);
+    memcpy(whole + length, (const char *)content + old, size - old);
+    fclose(wrong), fclose(known);
+    OrtStatus *status = real->CreateSessionFromArray(env, whole, length + size - old, options, session);
+    free(whole);
+    return status;
+}
+
+static const OrtApi *get(uint32_t version) {
+    const OrtApiBase *(*next)(void) = (const OrtApiBase *(*)(void))dlsym(RTLD_NEXT, "OrtGetApiBase");
+    if (!changed) {
+        real = next()->GetApi(version);
+        changed = malloc(sizeof *changed);
+        memcpy(changed, real, sizeof *changed);
+        changed->CreateSession = create, changed->CreateSessionFromArray = create_more;
+    }
+    return changed;
+}
+
+const OrtApiBase *OrtGetApiBase(void) {
+    const OrtApiBase *(*next)(void) = (const OrtApiBase *(*)(void))dlsym(RTLD_NEXT, "OrtGetApiBase");
+    base = *next(), base.GetApi = get;
+    return &base;
+}

@@ -1,0 +1,210 @@
+"""Each host compares its first step with the proof of its folder, and notices a wrong kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import planted_faults
+import pytest
+import safetensors.numpy
+from host_graphs import GRAPHS
+from test_hosts_javascript import CHROMIUM, TESTS, javascript
+
+import graphopt
+from graphopt.hosts.proof import sums
+
+pytestmark = pytest.mark.usefixtures("plain")
+C = Path(__file__).parents[1] / "examples" / "hosts" / "c" / "test"
+SOURCE = Path(graphopt.__file__).parent / "hosts" / "c"
+node = pytest.mark.skipif(
+    shutil.which("node") is None or not (TESTS / "node_modules" / "onnxruntime-node").exists(),
+    reason="needs Node and `npm install --prefix examples/hosts/javascript/test`",
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[str]]]:
+    """Return host folders with wrong graphs by network, and what is wrong in each."""
+    found = {}
+    for name in planted_faults.NETWORKS:
+        folder = tmp_path_factory.mktemp(name)
+        found[name] = folder, planted_faults.written(name, folder)
+    return found
+
+
+def check_noticed(results: list[Mapping[str, Any]], faults: list[str], *, falls_back: bool = False) -> None:
+    """Check that the right graph is proven, and each wrong one told in a line with the node that is wrong."""
+    right, *wrong = results
+    assert right["proofs"]["train"] == "proven" and not right["warned"]
+    for result, fault in zip(wrong, faults, strict=True):
+        (line,) = result["warned"] if falls_back else [result["error"]]
+        assert "train.onnx: output " in line and "of the proof, found" in line, (fault, line)
+        assert f"first in node {fault}" in line, (fault, line)
+        if falls_back:
+            assert line.endswith(": cpu computes it") and result["proofs"]["train"] == "proven", line
+
+
+@node
+@pytest.mark.parametrize("runtime", ["node", "wasm"])
+@pytest.mark.parametrize("name", planted_faults.NETWORKS)
+def test_javascript_notices_a_wrong_kernel(name: str, runtime: str, folders: Any) -> None:
+    folder, faults = folders[name]
+    (results,) = javascript("proof.js", runtime, str(len(faults)), folder).values()
+    check_noticed(results, faults)
+
+
+@node
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("provider", ["wasm", "webgpu"])
+def test_a_browser_notices_a_wrong_kernel_and_takes_another_provider(provider: str, folders: Any) -> None:
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"needs Chromium at {CHROMIUM}")
+    count = str(planted_faults.PER_NETWORK)
+    found = javascript("proof_in_browser.js", provider, count, *(folder for folder, _ in folders.values()))
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    for folder, faults in folders.values():
+        *results, again = found[str(folder)]
+        check_noticed(results, faults, falls_back=provider == "webgpu")
+        assert again["proofs"]["train"] == "proven before"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the program that opens folders, and the shim."""
+    found = sorted(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))
+    if not found or not all(map(shutil.which, ("make", "gcc"))):
+        pytest.skip("needs make, gcc and ONNX Runtime's library")
+    folder = tmp_path_factory.mktemp("built")
+    make = ["make", "-s", f"LIBRARY={found[0]}", f"BUILD={folder}", "CC=gcc", f"PROGRAM={C / 'proof.c'}"]
+    subprocess.run(make, cwd=SOURCE, check=True)
+    shim = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        f"-I{SOURCE / 'abi'}",
+        C / "faulty.c",
+        "-o",
+        folder / "faulty.so",
+        "-ldl",
+    ]
+    subprocess.run(shim, check=True)
+    return folder
+
+
+def opened(built: Path, cache: Path, *folders: Path, faulty: Path | None = None) -> list[tuple[int, str]]:
+    """Return the code and the line of each folder that C opens."""
+    shim = {} if faulty is None else {"LD_PRELOAD": str(built / "faulty.so"), "FAULTY": str(faulty)}
+    environment = {**os.environ, **shim, "XDG_CACHE_HOME": str(cache)}
+    command = [built / "proof", *folders]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return [(int(line.split("\t")[0]), line.split("\t")[1]) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("name", planted_faults.NETWORKS)
+def test_c_notices_a_wrong_kernel(name: str, built: Path, folders: Any, tmp_path: Path) -> None:
+    folder, faults = folders[name]
+    for i, fault in enumerate(faults):
+        ((code, line),) = opened(built, tmp_path, folder, faulty=folder / f"faulty-{i}.onnx")
+        assert code == 4 and "train.onnx: output " in line and f"first in node {fault}" in line, (fault, line)
+    assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven before")]
+
+
+def test_another_folder_or_runtime_is_not_remembered(built: Path, folders: Any, tmp_path: Path) -> None:
+    """Whatever decides what is computed is in the key: a graph with another number is tried again."""
+    folder, _ = folders["mlp"]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert opened(built, tmp_path, folder, copy) == [(0, "proven"), (0, "proven before")]  # the same files
+    shutil.copy(copy / "faulty-0.onnx", copy / "train.onnx")
+    ((code, line),) = opened(built, tmp_path, copy)
+    assert code == 4 and "of the proof, found" in line
+
+
+def test_folders_of_before_are_not_proven_and_work(built: Path, folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["mlp"]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    contract = json.loads((copy / "host.json").read_text())
+    del contract["files"]["proof"], contract["files"]["debug"]
+    (copy / "host.json").write_text(json.dumps(contract, indent=1))
+    for name in ("proof", "debug"):
+        (copy / f"{name}.safetensors").unlink()
+    assert opened(built, tmp_path, copy) == [(0, "not proven: the folder has no proof")]
+    if (TESTS / "node_modules" / "onnxruntime-node").exists():
+        (((right),),) = javascript("proof.js", "node", "0", copy).values()
+        assert right["proofs"] == {"train": "not proven: the folder has no proof"}
+
+
+def _damaged(content: bytes, kind: str) -> bytes:
+    arrays = dict(safetensors.numpy.load(content))
+    if kind == "cut":
+        return content[:-16]
+    if kind == "bytes":
+        return b"\xff" * 64
+    if kind == "NaN":
+        arrays["graph.train"] = arrays["graph.train"] * np.nan
+    if kind == "large":
+        arrays["shape.x"] = np.array([2**62, 8])
+    if kind == "negative":
+        arrays["shape.x"] = np.array([-1, 8])
+    if kind == "axes":
+        arrays["shape.x"] = np.array([4] * 40)
+    if kind == "empty":
+        arrays["feed.x"] = np.zeros(0, np.float32)
+    if kind == "type":
+        arrays["feed.x"] = np.zeros(3, np.int8)
+    if kind == "rows":
+        arrays["graph.train"] = arrays["graph.train"][:1]
+    if kind == "label":
+        arrays["feed.target"] = np.array([2**40])
+    if kind == "none":
+        arrays.pop("feed.x")
+    return safetensors.numpy.save(arrays)
+
+
+@pytest.mark.parametrize(
+    "kind", ["cut", "bytes", "NaN", "large", "negative", "axes", "empty", "type", "rows", "label", "none"]
+)
+def test_a_damaged_proof_is_no_proof(kind: str, built: Path, folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["mlp"]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    proof = copy / "proof.safetensors"
+    proof.write_bytes(_damaged(proof.read_bytes(), kind))
+    ((code, line),) = opened(built, tmp_path, copy)
+    assert (code, line.partition(":")[0]) in [
+        (0, "not proven"),
+        (4, "ONNX Runtime " + onnxruntime.__version__),
+    ]
+    assert (code == 4) == (kind == "NaN") or kind == "rows", line
+    if (TESTS / "node_modules" / "onnxruntime-node").exists():
+        ((right,),) = javascript("proof.js", "node", "0", copy).values()
+        told = right.get("error") or right["proofs"]["train"]
+        assert re.match(r"not proven: |GraphoptError: ort: train.onnx: output", told), told
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_proof_is_small(name: str, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS[name][0](), tmp_path)
+    assert (tmp_path / "proof.safetensors").stat().st_size <= 20_000
+
+
+def test_sums_are_those_of_the_hosts() -> None:
+    """Numbers by the hash as graphopt.c and proof.js write it."""
+    expected = np.zeros(3)
+    for i, x in enumerate((0.5, 2.0, -1.25, 3.0, 7.5)):
+        h = (i + 1) * 0x9E3779B1 % 2**32
+        h = (h ^ h >> 15) * 0x85EBCA6B % 2**32
+        h ^= h >> 13
+        expected += [-x if h >> k & 1 else x for k in range(3)]
+    np.testing.assert_array_equal(sums(np.array([0.5, 2.0, -1.25, 3.0, 7.5])), expected)
