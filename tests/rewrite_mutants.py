@@ -23,7 +23,7 @@ FUSIONS = [
         ("moves_each_weight", "                    model.graph.sort()", "                    pass"),
     ),
     *of(
-        "graphopt/targets/blocks.py",
+        "graphopt/graph/blocks.py",
         "blocks",
         ("stay", "math.prod(_shape(node.outputs[0])[: axis", "math.prod(_shape(node.outputs[0])[:0 * axis"),
         ("stay", "if not is_whole or (in_order", "if (in_order"),

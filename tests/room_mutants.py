@@ -214,7 +214,7 @@ MUTANTS = [
         "hosts_c",
         ("hostile", "y.type == x->type && (is_number || y.rank == x->rank)", "1"),
         ("hostile", "y.dims[i] == (is_number ? 1 : x->dims[i])", "1"),
-        ("hostile", "GraphoptCode code = check_made(t, g);", "GraphoptCode code = GRAPHOPT_OK;"),
+        ("hostile", "return check_made(t, g);", "return GRAPHOPT_OK;"),
         ("hostile", "if (!has_loss) return", "if (!has_loss && 0) return"),
         ("hostile", "begin > end || end > size - 8 - header", "begin > end"),
     ),

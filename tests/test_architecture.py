@@ -179,7 +179,7 @@ def test_onnx_infers_in_two_files() -> None:
     """They keep from ONNX the sizes at which its inference ends the process."""
     calls = re.compile(r"shape_inference\.infer_|ShapeInferencePass")
     users = {name_of(path) for path in SOURCES if calls.search(path.read_text())}
-    examples = {"graphopt/targets/blocks.py"}
+    examples = {"graphopt/graph/blocks.py"}
     assert users - examples == {"graphopt/graph/message_inference.py", "graphopt/graph/node_inference.py"}
 
 

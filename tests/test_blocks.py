@@ -14,8 +14,8 @@ from test_first_check import OPTIMIZERS
 
 import graphopt
 import passes
+from graphopt.graph.blocks import gather_blocks
 from graphopt.graph.storage import whole
-from graphopt.targets.blocks import gather_blocks
 
 RNG = np.random.default_rng(0)
 CUT = "i = Constant<value_ints=[2]>() j = Constant<value_ints=[4]>() k = Constant<value_ints=[9]>()"

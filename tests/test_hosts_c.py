@@ -217,7 +217,6 @@ def test_hostile_blocks_of_adapters_are_refused(tmp_path: Path) -> None:
     files = {
         "../adapter.onnx_adapter": blocks,
         "host.json": blocks,
-        "adapter_config.json": blocks,
         "": blocks,
     }
     cases = [{"adapter.onnx_adapter": [*blocks, {**blocks[0], **change}]} for change in HOSTILE]

@@ -87,7 +87,7 @@ def check(node: dict[str, Any], elsewhere: set[str] = frozenset()) -> None:
 
 # The defaults of what recipes of one class choose.
 OF_INTEGERS: dict[str, dict[str, object]] = {
-    "int8_lsq": {"observer": "ema"},
+    "int8_lsq": {"observer": "auto"},
     "int8_avx2": {"weight_range": None},
     "int4_weights": {"weights": "int8", "block": None, "activations": "uint8"},
 }

@@ -157,7 +157,8 @@ def _type_schema(kind: object, interval: Interval | None) -> Schema | None:
     if issubclass(holder, Mapping):
         return {"type": "object", "additionalProperties": _field(parts[1], "", interval)}
     if issubclass(holder, Sequence):
-        return {"type": "array", "items": _field(parts[0], "", interval)}
+        has_items = any(_type_schema(part, None) is not None for part in alternatives(parts[0]))
+        return {"type": "array", "items": _field(parts[0], "", interval)} if has_items else None
     if holder is os.PathLike:
         return {"type": "string"}
     if inspect.isclass(kind) and dataclasses.is_dataclass(kind):

@@ -493,14 +493,15 @@ static long index_of(const char *begin, const char *key, const char *name) {
 }
 
 /* Finds the row of an output: first those of the state in the order of host.json, then those of what a graph reports. */
-static const char *row_of(const GraphoptTrainer *t, const Graph *g, const Input *state, const char *output, const char *rows, size_t length) {
+static const char *row_of(const GraphoptTrainer *t, const Graph *g, const Input *state, const char *output, const char *rows, size_t length, int *is_cut) {
     const char *graphs = strstr(t->host, "\"graphs\": {"), *own = graphs ? strstr(graphs, g == &t->train ? "\"train\": {" : "\"evaluate\": {") : NULL;
     const char *reports = own ? strstr(own, "\"reports\": [") : NULL, *states = strstr(t->host, "\"state\": [");
     long count = 0, index;
     for (const Input *x = t->input; g == &t->train && x < t->input + t->train.inputs; x++) count += x->is_state;
     if (state) index = index_of(states, "name", state->name);
     else index = index_of(reports ? reports + 12 : NULL, "", output), index += index < 0 ? 0 : count;
-    return index < 0 || (size_t)(index + 1) * 8 * COLUMNS > length ? NULL : rows + (size_t)index * 8 * COLUMNS;
+    *is_cut |= index >= 0 && (size_t)(index + 1) * 8 * COLUMNS > length;
+    return index < 0 || *is_cut ? NULL : rows + (size_t)index * 8 * COLUMNS;
 }
 
 /* Feeds the batch of a proof, whose numbers repeat. */
@@ -559,13 +560,15 @@ static GraphoptCode prove_graph(GraphoptTrainer *t, const char *folder, const Gr
     char node[256] = "";
     const char *rows = part(proof, "graph", g == &t->train ? "train" : "evaluate", DOUBLE, &length), *output = NULL;
     if (!rows) return fail(GRAPHOPT_FILE, "no numbers of %s", g->file);
+    int is_cut = 0;
     GraphoptCode code = call(t, g);
     for (size_t i = 0; !code && !output && i < g->outputs; i++) {
         const Input *state = g == &t->train ? state_of(t, g->output[i]) : NULL;
-        const char *row = row_of(t, g, state, g->output[i], rows, length);
+        const char *row = row_of(t, g, state, g->output[i], rows, length, &is_cut);
         if (row && differs(g->made[i], state, row, &expected, &found)) output = g->output[i];
     }
     release_made(g);
+    if (!code && !output && is_cut) return fail(GRAPHOPT_FILE, "too few rows of %s", g->file);
     if (!output) return code;
     if (g == &t->train) find_node(t, folder, node, sizeof node);
     t->is_wrong = 1;

@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.graph.blocks import gather_blocks
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.metadata import forget_description
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
@@ -22,7 +23,6 @@ from graphopt.graph.storage import Weights, identity_of, skeleton
 from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
-from graphopt.targets.blocks import gather_blocks
 from graphopt.targets.native.attention import attention_kernels
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.graph.blocks import gather_blocks
 from graphopt.graph.metadata import GRADIENT_OF, InferenceForm
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.strictness import check_sorted, is_strict
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
-from graphopt.targets.blocks import gather_blocks
 from graphopt.targets.joining import join_small_vectors
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,

@@ -13,10 +13,10 @@ import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.blocks import starts_of_blocks
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
 from graphopt.graph.values import dims_of, dtype_of, like, producer_of
-from graphopt.targets.blocks import starts_of_blocks
 from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
 from passes.gradients.rules.shape import elements_along, indices_along
 from passes.gradients.walk import expansion, further_output
