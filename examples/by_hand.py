@@ -26,9 +26,7 @@ class Graph:
 
     def __init__(self, model: ir.Model | onnx.ModelProto) -> None:
         proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
-        self.session = onnxruntime.InferenceSession(
-            proto.SerializeToString(), providers=["CPUExecutionProvider"]
-        )
+        self.session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
         self.names = [output.name for output in self.session.get_outputs()]
 
     def __call__(self, **arrays: np.ndarray) -> dict[str, np.ndarray]:

@@ -23,9 +23,7 @@ def main() -> float:
     )
     executor = graphopt.Executor(step, report=["loss", "penalty", "gradient_norm", "learning_rate"])
     for record in graphopt.fit(executor, data, epochs=epochs, batch_size=batch_size):
-        print(
-            "  ".join(f"{name} {record[name]:.4g}" for name in ("epoch", "loss", "learning_rate", "accuracy"))
-        )
+        print("  ".join(f"{name} {record[name]:.4g}" for name in ("epoch", "loss", "learning_rate", "accuracy")))
     return record["accuracy"]
 
 

@@ -34,9 +34,7 @@ def losses(private: bool, rows: dict[str, np.ndarray]) -> np.ndarray:
             "clip": passes.GaussianNoise(multiplier),
             "optimizer": passes.SGD(0.5),
         }
-    executor = graphopt.Executor(
-        graphopt.compile(models.mlp((1, 8, 8), 10), loss=passes.CrossEntropy(), **parts)
-    )
+    executor = graphopt.Executor(graphopt.compile(models.mlp((1, 8, 8), 10), loss=passes.CrossEntropy(), **parts))
     train = {name: x[:ROWS] for name, x in rows.items()}
     how = {"sampling": "poisson"} if private else {}
     graphopt.fit(executor, train, epochs=EPOCHS, batch_size=BATCH, validation=None, verbose=False, **how)
@@ -51,9 +49,7 @@ def panel(left: int, title: str, found: np.ndarray) -> str:
     seen = np.concatenate([[0], np.cumsum(order < ROWS) / ROWS])
     taken = np.concatenate([[0], np.cumsum(order >= ROWS) / (len(found) - ROWS)])
     area = float((np.diff(taken) * (seen[1:] + seen[:-1]) / 2).sum())
-    points = " ".join(
-        f"{x * SIDE:.1f},{(1 - y) * SIDE:.1f}" for x, y in zip(taken[::10], seen[::10], strict=True)
-    )
+    points = " ".join(f"{x * SIDE:.1f},{(1 - y) * SIDE:.1f}" for x, y in zip(taken[::10], seen[::10], strict=True))
     return (
         f'<g transform="translate({left} 40)"><text y="-12">{title}: area {area:.2f}</text>'
         f'<path class="axis" d="M0 0V{SIDE}H{SIDE}M0 {SIDE}L{SIDE} 0"/><polyline class="curve" points="{points}"/>'

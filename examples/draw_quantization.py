@@ -80,9 +80,7 @@ def panel(title: str, marks: list[Point], x0: float, y0: float) -> str:
     parts = [f'<text class="title" x="{x0 + LEFT}" y="{y0 + 18}">{html.escape(title)}</text>']
     for i in range(round((high - low) / step) + 1):
         y = up(low + i * step)
-        parts.append(
-            f'<line class="axis" x1="{x0 + LEFT}" x2="{x0 + LEFT + wide}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
+        parts.append(f'<line class="axis" x1="{x0 + LEFT}" x2="{x0 + LEFT + wide}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(
             f'<text class="small" text-anchor="end" x="{x0 + LEFT - 6}" y="{y + 4:.1f}">{low + i * step:g}</text>'
         )
@@ -109,9 +107,7 @@ def main() -> str:
     width, height = COLUMNS * WIDTH, LEGEND + math.ceil(len(networks) / COLUMNS) * HEIGHT + 8
     parts, x = [], float(LEFT)
     for kind, (text, _) in SERIES.items():
-        parts.append(
-            f'<circle class="{kind}" cx="{x}" cy="16" r="4.5"/><text x="{x + 10}" y="20">{text}</text>'
-        )
+        parts.append(f'<circle class="{kind}" cx="{x}" cy="16" r="4.5"/><text x="{x + 10}" y="20">{text}</text>')
         x += 44 + 5.5 * len(text)
     for i, (title, marks) in enumerate(networks.items()):
         parts.append(panel(title, marks, WIDTH * (i % COLUMNS), LEGEND + HEIGHT * (i // COLUMNS)))
@@ -121,9 +117,7 @@ def main() -> str:
     )
     shape = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {shape}>\n<style>{STYLE}</style>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" {shape}>\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 

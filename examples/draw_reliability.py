@@ -49,9 +49,7 @@ def main() -> str:
     noisy = {**digits, "x": digits["x"] + noise.astype(np.float32)}
     parts = slice(600), slice(600, 1200), slice(1200, None)
     train, held_out, test = ({name: x[part] for name, x in noisy.items()} for part in parts)
-    step = graphopt.compile(
-        models.mlp((1, 8, 8), 10), loss=passes.CrossEntropy(), optimizer=passes.AdamW(3e-3)
-    )
+    step = graphopt.compile(models.mlp((1, 8, 8), 10), loss=passes.CrossEntropy(), optimizer=passes.AdamW(3e-3))
     executor = graphopt.Executor(step)
     graphopt.fit(executor, train, epochs=40, validation=None, verbose=False)
     network = executor.trained()

@@ -33,12 +33,8 @@ def features(path: Path, ends: int = 1024, padding: int = 256) -> np.ndarray:
 
 def files(suffix: str, count: int, random: np.random.Generator) -> list[Path]:
     """Return some files of the installed packages that are not almost empty."""
-    found = [
-        path for path in Path(sysconfig.get_path("purelib")).rglob(f"*{suffix}") if path.stat().st_size > 200
-    ]
-    return [
-        Path(path) for path in random.choice(sorted(map(str, found)), min(count, len(found)), replace=False)
-    ]
+    found = [path for path in Path(sysconfig.get_path("purelib")).rglob(f"*{suffix}") if path.stat().st_size > 200]
+    return [Path(path) for path in random.choice(sorted(map(str, found)), min(count, len(found)), replace=False)]
 
 
 def main() -> dict[str, tuple[float, float]]:
@@ -71,9 +67,7 @@ def main() -> dict[str, tuple[float, float]]:
     before = accuracies()
     for epoch in range(10):
         shuffled = random.permutation(rows)
-        losses = [
-            executor.step(bytes=x[batch], target=y[batch])["loss"] for batch in np.array_split(shuffled, 6)
-        ]
+        losses = [executor.step(bytes=x[batch], target=y[batch])["loss"] for batch in np.array_split(shuffled, 6)]
         print(f"epoch {epoch}: loss {np.mean(losses):.3f}")
     after = accuracies()
     for suffix in kinds:

@@ -53,9 +53,7 @@ def pretrain(folder: Path, rows: int, epochs: int) -> Path:
         schedule=passes.OneCycle(steps=epochs * (len(arrays["input_ids"]) // 16)),
     )
     executor = graphopt.Executor(step, report=["loss"])
-    records = graphopt.fit(
-        executor, {"x": arrays["input_ids"]}, epochs=epochs, batch_size=16, validation=None
-    )
+    records = graphopt.fit(executor, {"x": arrays["input_ids"]}, epochs=epochs, batch_size=16, validation=None)
     print(f"read {len(arrays['input_ids']) * CONTEXT:,} tokens of the manual, loss {records[-1]['loss']:.2f}")
     graphopt.save(executor.trained(), folder / "decoder.onnx")
     return folder / "decoder.onnx"

@@ -50,9 +50,7 @@ def main() -> dict[str, float]:
     difference = max(abs(a / b - 1) for a, b in zip(losses[early], expected[early], strict=True))
     (scores,) = graphopt.run(trained, {"x": images}).values()
     accuracy = float((scores.argmax(axis=1) == labels).mean())
-    print(
-        f"loss {losses[0]:.4g} to {losses[-1]:.4g}; 20 steps differ from the executor's by {difference:.1e} at most"
-    )
+    print(f"loss {losses[0]:.4g} to {losses[-1]:.4g}; 20 steps differ from the executor's by {difference:.1e} at most")
     print(f"accuracy of the model with the checkpoint's weights: {accuracy:.4f}")
     return {"difference": difference, "accuracy": accuracy}
 

@@ -65,14 +65,10 @@ class OnnxLayer(nn.Module):
         self.weights = nn.ParameterList(map(torch.from_numpy, self.onnx.parameters.values()))
         self.onnx.set_parameters([weight.detach() for weight in self.weights])  # shares memory from now on
 
-    def forward(
-        self, *inputs: torch.Tensor, **named: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         given = dict(zip(self.inputs, inputs, strict=False)) | named
         if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
-            raise TypeError(
-                f"expected the inputs {', '.join(self.inputs)}, each once, found {', '.join(given)}"
-            )
+            raise TypeError(f"expected the inputs {', '.join(self.inputs)}, each once, found {', '.join(given)}")
         tensors = [given[name] for name in self.inputs]
         needs_gradients = any(tensor.requires_grad for tensor in [*tensors, *self.weights])
         if self.training:

@@ -37,9 +37,7 @@ def train(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
     trainer = graphopt.Trainer(
         start,
         loss=passes.CrossEntropy(from_logits=False),
-        regularizer=passes.L2(
-            0.5 / len(x_train), parameters="*coef*"
-        ),  # scikit-learn's penalty, 1 / 2C of the sum
+        regularizer=passes.L2(0.5 / len(x_train), parameters="*coef*"),  # scikit-learn's penalty, 1 / 2C of the sum
         optimizer=passes.SGD(learning_rate=0.1),
         schedule="invscaling",
         max_iter=30,

@@ -137,15 +137,11 @@ def __getattr__(name: str) -> Any:
 
     for module in (passes, callbacks):
         if name in module.__all__:
-            raise AttributeError(
-                f"module {__name__!r} has no attribute {name!r}: {module.__name__}.{name} is it"
-            )
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {module.__name__}.{name} is it")
     if name == "testing":
         import graphopt.testing as testing
 
         return testing
     if name in ("artifacts", "compare", "doctor", "hosts", "report", "tune"):
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}: it is a command, graphopt {name}"
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it is a command, graphopt {name}")
     raise no_attribute(__name__, name, [*__all__, "callbacks", "data", "models"])

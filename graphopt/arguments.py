@@ -30,9 +30,7 @@ _PLACES = {
         "graphopt.fit takes {name}",
     ),
     **dict.fromkeys(("device", "threads"), "graphopt.Executor takes {name}"),
-    **dict.fromkeys(
-        ("max_steps", "num_steps", "total_steps"), "epochs times the steps of an epoch is their number"
-    ),
+    **dict.fromkeys(("max_steps", "num_steps", "total_steps"), "epochs times the steps of an epoch is their number"),
     "early_stopping": "callbacks=[graphopt.callbacks.EarlyStopping()] does it",
     "patience": "the callback EarlyStopping takes it",
 }
@@ -133,9 +131,7 @@ def keywords_of(options: Any, own: int = 2) -> Any:
     return shown
 
 
-def _explain(
-    name: str, signature: inspect.Signature, given: int, keywords: Iterable[str], advice: str = ""
-) -> None:
+def _explain(name: str, signature: inspect.Signature, given: int, keywords: Iterable[str], advice: str = "") -> None:
     """Raise an error in one line if so many arguments without a name, and keywords, do not fit a signature."""
     parameters = signature.parameters.values()
     kinds = [p.kind for p in parameters]
@@ -157,9 +153,7 @@ def _explain(
         raise WrongArguments(f"{name}: argument {min(twice)!r}: expected it once, found it twice") from None
     left = {*named, *unnamed} - taken - set(keywords)
     if lacking := [p.name for p in parameters if p.default is p.empty and p.name in left]:
-        raise WrongArguments(
-            f"{name}: expected {', '.join(map(repr, lacking))}, found none: give it"
-        ) from None
+        raise WrongArguments(f"{name}: expected {', '.join(map(repr, lacking))}, found none: give it") from None
 
 
 def _explain_paths(name: str, given: Mapping[str, object], function: Callable[..., object]) -> None:
@@ -187,9 +181,7 @@ def check_function(function: object, name: str, arguments: Sequence[str]) -> Non
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
-        raise GraphoptError(
-            f"{name}: expected {expected}, found one of {inspect.signature(function)}"
-        ) from None
+        raise GraphoptError(f"{name}: expected {expected}, found one of {inspect.signature(function)}") from None
     except ValueError:  # a function without a signature
         return
 

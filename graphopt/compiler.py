@@ -122,15 +122,11 @@ def check_family(name: str, item: object) -> None:
         of_step = [
             each
             for each, member in members.items()
-            if inspect.isclass(member)
-            and issubclass(member, kinds.get(name, ()))
-            and not inspect.isabstract(member)
+            if inspect.isclass(member) and issubclass(member, kinds.get(name, ())) and not inspect.isabstract(member)
         ]
         meant = nearest(item, of_step) if isinstance(item, str) else None
         given = item if name != "precision" or item in ("float16", "bfloat16") else "float16"
-        instead = (
-            f"{meant}()" if meant else _INSTEAD.get(name, "").format("" if item is True else repr(given))
-        )
+        instead = f"{meant}()" if meant else _INSTEAD.get(name, "").format("" if item is True else repr(given))
         mend = f": write {name}=passes.{instead}" if instead else ""
         mend = ": leave it out, or give None" if item is False else mend
         raise GraphoptError(f"pipeline.{name}: expected a pass or a sequence of passes, found {item!r}{mend}")

@@ -43,9 +43,7 @@ def hints(target: Any, *, include_extras: bool = False) -> dict[str, object]:
         target = options
     is_plain_class = inspect.isclass(target) and not dataclasses.is_dataclass(target)
     try:
-        return typing.get_type_hints(
-            target.__init__ if is_plain_class else target, None, None, include_extras
-        )
+        return typing.get_type_hints(target.__init__ if is_plain_class else target, None, None, include_extras)
     except (NameError, TypeError):  # types that are imported for annotations only, or a user's
         return {}
 
@@ -137,9 +135,7 @@ def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool, list[ob
             alike = [other for part in classes for other in _ALIKE.get(part, ())]
             items = [typing.get_args(part) for part in parts if typing.get_origin(part) in (list, tuple)]
             are_words = bool(items) and all({*one} <= {str, ...} for one in items)
-            choices = [
-                word for part in parts for word in typing.get_args(part) if typing.get_origin(part) is Literal
-            ]
+            choices = [word for part in parts for word in typing.get_args(part) if typing.get_origin(part) is Literal]
             choices += [None] if choices and type(None) in classes else []
             are_choices = all(typing.get_origin(part) is Literal or part is type(None) for part in parts)
             text = _either([*dict.fromkeys(_WORDS[part] for part in classes)])

@@ -49,9 +49,7 @@ def making(path: str | os.PathLike[str], what: str = "folder") -> Iterator[None]
     try:
         yield
     except OSError as error:
-        raise GraphoptError(
-            f"{path or repr(path)}: expected a {what} to write to: {error.strerror}"
-        ) from error
+        raise GraphoptError(f"{path or repr(path)}: expected a {what} to write to: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -168,9 +166,7 @@ def json_of(text: bytes | str, where: str) -> Any:
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise GraphoptError(
-            f"{where}: expected text in UTF-8, found byte {error.start:,}, which is not"
-        ) from error
+        raise GraphoptError(f"{where}: expected text in UTF-8, found byte {error.start:,}, which is not") from error
     except (ValueError, RecursionError) as error:
         raise GraphoptError(f"{where}: expected JSON, found another form: {error}") from error
     check_plain(value, where)
@@ -271,11 +267,7 @@ def _below(
             status = os.lstat(path) if handle is None else entry.stat(follow_symlinks=False)
             yield path, status
             if stat.S_ISDIR(status.st_mode):
-                inner = (
-                    None
-                    if handle is None
-                    else os.open(entry.name, os.O_RDONLY | _FOLDER | NO_LINKS, dir_fd=handle)
-                )
+                inner = None if handle is None else os.open(entry.name, os.O_RDONLY | _FOLDER | NO_LINKS, dir_fd=handle)
                 try:
                     yield from _below(path, inner, depth=depth + 1)
                 finally:

@@ -153,9 +153,7 @@ def _row(features: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _model(
-    name: str, network: nn.Module, features: Sequence[int], dtype: ir.DataType = ir.DataType.FLOAT
-) -> ir.Model:
+def _model(name: str, network: nn.Module, features: Sequence[int], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Model:
     x = ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape(["batch", *features]))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name=name)
     y = network(GraphBuilder(graph).op, x)

@@ -13,9 +13,7 @@ _MANY = 2**24  # classes, whose counts fit into memory
 ELEMENTS = 2**20  # of a piece, whose numbers are copied as float64
 
 
-def mean_and_scale(
-    x: np.ndarray, rows: _Rows | None = None, *, axis: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
+def mean_and_scale(x: np.ndarray, rows: _Rows | None = None, *, axis: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation of each feature of an array, as float64.
 
     The array may be memory-mapped; see `Moments` for the features and the formulas.
@@ -84,9 +82,7 @@ def weights_of(
             labels = labels[labels != ignore_index]
         for label in (labels.min(initial=0), labels.max(initial=0)):
             if not 0 <= label < most:
-                raise GraphoptError(
-                    f"class weights: expected labels from 0 to {most - 1} as target, found {label}"
-                )
+                raise GraphoptError(f"class weights: expected labels from 0 to {most - 1} as target, found {label}")
         counted = np.bincount(labels.astype(np.int64), minlength=len(counts))
         counted[: len(counts)] += counts
         counts = counted
@@ -142,9 +138,7 @@ class Moments:
             columns -= mean
             share, distance = count / (self._count + count), mean - self._mean
             self._mean = self._mean + share * distance
-            self.squares = (
-                self.squares + (columns * columns).sum(axis=0) + self._count * share * distance * distance
-            )
+            self.squares = self.squares + (columns * columns).sum(axis=0) + self._count * share * distance * distance
         self._count += count
 
     @property

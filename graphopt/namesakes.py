@@ -19,15 +19,11 @@ class _Checked:
     """Find the package only if Python's search ends at graphopt's own."""
 
     @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == NAME:
             found = PathFinder.find_spec(name)
             check_namesake(None if found is None else found.origin)
-            if (
-                found is not None and found.origin is None
-            ):  # a folder without code, before an editable installation
+            if found is not None and found.origin is None:  # a folder without code, before an editable installation
                 return spec_from_file_location(NAME, _OWN)
         return None
 

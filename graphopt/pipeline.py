@@ -119,9 +119,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
                 for item in step:
                     _run(item, model)
                 seconds = time.perf_counter() - start
-                _log.info(
-                    "%s: %s, %.3f s, %d nodes", escaped(name), escaped(str(step)), seconds, len(model.graph)
-                )
+                _log.info("%s: %s, %.3f s, %d nodes", escaped(name), escaped(str(step)), seconds, len(model.graph))
                 if observe is not None:
                     observe(name, model)
         return model
@@ -256,11 +254,7 @@ def check_step(item: object, name: str) -> None:
         return
     found, mend = kind_of(item), ""
     if isinstance(item, type):
-        mend = (
-            f": write {name}={item.__module__.partition('.')[0]}.{item.__name__}()"
-            if issubclass(item, Pass)
-            else ""
-        )
+        mend = f": write {name}={item.__module__.partition('.')[0]}.{item.__name__}()" if issubclass(item, Pass) else ""
     elif callable(item) and library_of(item) in (None, "onnx", "onnx_ir"):
         try:
             inspect.signature(item).bind(None)

@@ -97,9 +97,7 @@ def _least(holds: Callable[[int], bool], start: int) -> int:
     while not holds(high):
         high *= 2
         if high > 2**30:
-            raise GraphoptError(
-                "privacy: expected a bound that noise can keep, found none: raise epsilon or delta"
-            )
+            raise GraphoptError("privacy: expected a bound that noise can keep, found none: raise epsilon or delta")
     low = 0
     while high - low > 1:
         middle = (low + high) // 2

@@ -204,9 +204,7 @@ class AugmentImages(Pass):
     ) -> tuple[ir.Value, ir.Value]:
         """Emit where the pixels come from in an image that is rotated and of which a part is resized, as fractions."""
         down, right = (op.Cast(x, to=ir.DataType.FLOAT) for x in (down, right))
-        height, width = (
-            float(x) if isinstance(x, int) else op.Cast(x, to=ir.DataType.FLOAT) for x in (rows, columns)
-        )
+        height, width = (float(x) if isinstance(x, int) else op.Cast(x, to=ir.DataType.FLOAT) for x in (rows, columns))
         if self.resized_crop < 1:
             area = drawn["area"] * (1.0 - self.resized_crop) + self.resized_crop
             # Of the width to the height
@@ -425,9 +423,7 @@ def _neighbours(op: Emitter, place: ir.Value, size: int | ir.Value) -> tuple[ir.
     Places beyond the first and the last pixel are reflected there.
     """
     last = (
-        op.Cast(size, to=ir.DataType.FLOAT) - 1.0
-        if isinstance(size, ir.Value)
-        else op.constant(np.float32(size - 1))
+        op.Cast(size, to=ir.DataType.FLOAT) - 1.0 if isinstance(size, ir.Value) else op.constant(np.float32(size - 1))
     )
     period = op.Max(2.0 * last, 1.0)
     place = op.Abs(place)

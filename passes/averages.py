@@ -98,9 +98,7 @@ class Average(Pass):
         """Emit the share of the parameters after update `t` in their averages, from 0 to 1."""
         since = t - float(self.start)
         count = op.Floor(since / float(self.every)) if self.every > 1 else since
-        share = scalar(
-            ask(self, "share", op, op.Max(count, 1.0)), name_of_method(self, "share"), "the share", t.dtype
-        )
+        share = scalar(ask(self, "share", op, op.Max(count, 1.0)), name_of_method(self, "share"), "the share", t.dtype)
         share = op.Where(op.Greater(count, 0.0), share, op.constant(1.0, like=since))
         if self.every == 1:
             return share
@@ -198,12 +196,8 @@ class SWAG(SWA):
         if self.rank:
             rows = np.zeros((self.rank, *initial.shape), initial.dtype)
             deviations = state.declare_slot(model, w, _DEVIATIONS, rows)
-            later = op.Concat(
-                op.Slice(deviations, [1], [self.rank], [0]), op.Unsqueeze(new - moved, [0]), axis=0
-            )
-            counts = op.And(
-                op.Greater(share, 0.0), op.Less(share, 1.0)
-            )  # it is 1 before the start, 0 in between
+            later = op.Concat(op.Slice(deviations, [1], [self.rank], [0]), op.Unsqueeze(new - moved, [0]), axis=0)
+            counts = op.And(op.Greater(share, 0.0), op.Less(share, 1.0))  # it is 1 before the start, 0 in between
             state.set_next(model, deviations, op.Where(counts, later, deviations))
 
     @staticmethod
@@ -225,9 +219,7 @@ class SWAG(SWA):
                 near = {}
                 for name, mean in averages.items():
                     owner = name.removesuffix(f".{AVERAGE}")
-                    moved = np.sqrt(known[f"{owner}.{_VARIANCE}"].clip(0)) * random.standard_normal(
-                        mean.shape
-                    )
+                    moved = np.sqrt(known[f"{owner}.{_VARIANCE}"].clip(0)) * random.standard_normal(mean.shape)
                     rows = known.get(f"{owner}.{_DEVIATIONS}")
                     if rows is not None:
                         count = max(int(rows.reshape(len(rows), -1).any(1).sum()), 2)

@@ -90,17 +90,13 @@ class Learning(Pass):
         wrong = numbers[(numbers != np.floor(numbers)) | (numbers < 0) | (numbers >= classes)]
         if numbers.shape[1] != 1 or wrong.size:
             found = f"rows of {numbers.shape[1]}" if numbers.shape[1] != 1 else f"{wrong[0]:g}"
-            raise self.wrong(
-                f"expected a class from 0 to {classes - 1} as the target of each row, found {found}"
-            )
+            raise self.wrong(f"expected a class from 0 to {classes - 1} as the target of each row, found {found}")
         return numbers[:, 0].astype(np.int64)
 
     def matching(self, targets: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         """Return targets in the shape of what is predicted."""
         if targets.size != predicted.size:
-            raise self.wrong(
-                f"expected targets of shape {list(predicted.shape)}, found {list(targets.shape)}"
-            )
+            raise self.wrong(f"expected targets of shape {list(predicted.shape)}, found {list(targets.shape)}")
         return targets.reshape(predicted.shape)
 
     def own_output(self, model: ir.Model) -> ir.Value:
@@ -301,9 +297,7 @@ class Calibration(OfClasses):
     def _fitted(self: _Own, z: np.ndarray, numbers: np.ndarray, weights: np.ndarray | None = None) -> _Own:
         """Return the pass with the numbers of the least cross-entropy of logits [N, classes]."""
         weights = np.ones(len(z)) if weights is None else weights
-        found = _most_likely(
-            z, numbers, weights / weights.sum(), z.shape[1] if self.per_class else 1, self.has_bias
-        )
+        found = _most_likely(z, numbers, weights / weights.sum(), z.shape[1] if self.per_class else 1, self.has_bias)
         if found is None:
             raise self.wrong(
                 f"expected rows with mistakes, by which the best scale is finite, found {len(z)} rows without: take "
@@ -329,11 +323,7 @@ class Calibration(OfClasses):
     def scores(self, model: ir.Model) -> Scores:
         scores = super().scores(model)
         if self.of_two not in (None, scores.is_binary):
-            due, other = (
-                ("[N] or [N, 1] of two classes", "VectorScaling")
-                if self.of_two
-                else ("[N, classes]", "Platt")
-            )
+            due, other = ("[N] or [N, 1] of two classes", "VectorScaling") if self.of_two else ("[N, classes]", "Platt")
             raise self.wrong(
                 f"expected an output {due}, found {scores.output.name!r} of shape {scores.output.shape}: take "
                 f"passes.{other}"
@@ -544,8 +534,6 @@ class VarianceScaling(Learning):
             y = self.own_output(model)
             return y, Derived.all(model, y.name).get("variance")
         variance = floating_output(model, self.variance, "variance")
-        others = [
-            x for x in model.graph.outputs if x is not variance and is_floating(x) and not Derived.is_on(x)
-        ]
+        others = [x for x in model.graph.outputs if x is not variance and is_floating(x) and not Derived.is_on(x)]
         name = others[0].name if len(others) == 1 else None
         return floating_output(model, self.output or name, "output"), variance

@@ -98,9 +98,7 @@ class PredictionSet(OfClasses, _Conformal):
         with Emitter(model) as op:
             p = scores.emit_probabilities(op)
             most = op.constant(np.array(self.threshold), like=p)
-            self.add(
-                op, model, scores.output, probability=p, set=op.Not(op.Greater(self._scores(op, p), most))
-            )
+            self.add(op, model, scores.output, probability=p, set=op.Not(op.Greater(self._scores(op, p), most)))
 
     def _scores(self, op: Emitter, p: ir.Value) -> ir.Value:
         """Emit the score of each class: the smaller, the more likely."""

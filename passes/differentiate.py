@@ -80,9 +80,7 @@ class Derivative(Pass):
                 )
         if self.name is not None and len(wrt) != 1:
             names = ", ".join(map(name_of, wrt))
-            raise GraphoptError(
-                f"name={self.name!r}: expected one value in wrt, found {names}: leave name out"
-            )
+            raise GraphoptError(f"name={self.name!r}: expected one value in wrt, found {names}: leave name out")
         with Emitter(model) as op:
             for x, derivative in zip(wrt, self.emit(op, model, y, wrt), strict=True):
                 if derivative is None:
@@ -131,9 +129,7 @@ class Differentiate(Derivative):
     suffix = "grad"
 
     def emit(self, op: Emitter, model: ir.Model, y: ir.Value, wrt: Sequence[ir.Value]) -> list[Input]:
-        return _gradients(
-            op, model.graph, y, _seed(model, y, seed_of(y)) if self.seeded else ones_like(op, y), wrt
-        )
+        return _gradients(op, model.graph, y, _seed(model, y, seed_of(y)) if self.seeded else ones_like(op, y), wrt)
 
 
 @dataclass(frozen=True)
@@ -156,9 +152,7 @@ class HessianVector(Derivative):
         products: list[Input] = []
         for x, gradient in zip(wrt, first, strict=True):
             vector = _seed(model, x, f"{x.name}.vector")
-            products += (
-                [None] if gradient is None else _gradients(op, model.graph, gradient, vector, [x], zero=True)
-            )
+            products += [None] if gradient is None else _gradients(op, model.graph, gradient, vector, [x], zero=True)
         return products
 
 
@@ -224,9 +218,7 @@ class _OfRows(Derivative):
         units = op.Reshape(units, op.Concat(turns, [self.rows, 1], op.shape_of(y, 1), axis=0))
         batch = op.Div(op.shape_of(y, 0, 1), self.rows)
 
-        def turn(
-            op: Emitter, _: list[ir.Value], units: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, _: list[ir.Value], units: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             spread = op.Expand(units[0], op.Concat([1], batch, [1] * (rank(y) - 1), axis=0))
             seed = like(op.Reshape(spread, op.Concat([-1], op.shape_of(y, 1), axis=0)), y)  # also of no rows
             return [], [given(x) for x in _gradients(op, graph, y, seed, wrt, zero=True)]
@@ -333,14 +325,10 @@ class Adjoint(Pass):
                 DERIVATIVE.set(y)
                 model.graph.outputs.append(y)
 
-    def turn(
-        self, op: Emitter, graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
-    ) -> LoopStep:
+    def turn(self, op: Emitter, graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> LoopStep:
         """Return what computes the products with one seed."""
 
-        def turn(
-            op: Emitter, _: list[ir.Value], seeds: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, _: list[ir.Value], seeds: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             found = backward(op, graph, dict(zip(outputs, seeds, strict=True)), inputs)
             return [], [found.get(x) or zeros(op, x) for x in inputs]
 
@@ -364,9 +352,7 @@ class Adjoint(Pass):
         if len(dims) == 2:
             return ir.Shape([dims[0], count if dims[1] == 1 else f"{count}_x{dims[1]}"])
         sizes = [size for size in dims if isinstance(size, int)]
-        rows = (
-            math.prod(sizes) if len(sizes) == len(dims) else dims[0] if len(dims) == 1 else f"{x.name}_rows"
-        )
+        rows = math.prod(sizes) if len(sizes) == len(dims) else dims[0] if len(dims) == 1 else f"{x.name}_rows"
         return ir.Shape([rows, count])
 
 
@@ -379,15 +365,11 @@ class Tangent(Adjoint):
 
     prefix = "fwd"
 
-    def turn(
-        self, op: Emitter, graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]
-    ) -> LoopStep:
+    def turn(self, op: Emitter, graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> LoopStep:
         us = {y: like(op.Expand(op.constant(0.0, like=y), op.shape_of(y)), y) for y in outputs}
         products = backward(op, graph, us, inputs)
 
-        def turn(
-            op: Emitter, _: list[ir.Value], seeds: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, _: list[ir.Value], seeds: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             ends = {products[x]: seed for x, seed in zip(inputs, seeds, strict=True) if x in products}
             found = backward(op, graph, ends, us.values())
             return [], [found.get(u) or zeros(op, u) for u in us.values()]
@@ -450,9 +432,7 @@ def of_embeddings(tokens: Iterable[ir.Value]) -> str:
     return f": take the embedding's output {rows[0]!r}" if rows else ""
 
 
-def _repeated(
-    op: Emitter, model: ir.Model, inputs: Sequence[ir.Value], count: int
-) -> dict[ir.Value, ir.Value]:
+def _repeated(op: Emitter, model: ir.Model, inputs: Sequence[ir.Value], count: int) -> dict[ir.Value, ir.Value]:
     """Compute everything again from `count` copies of the batch, one after the other; return all values' copies."""
     nodes, copies = list(model.graph), dict[ir.Value, ir.Value]()
     for x in inputs:
@@ -468,9 +448,7 @@ def _repeated(
     return copies | elsewhere(op, nodes, copies)
 
 
-def elsewhere(
-    op: Emitter, nodes: Iterable[ir.Node], replaced: Mapping[ir.Value, ir.Value]
-) -> dict[ir.Value, ir.Value]:
+def elsewhere(op: Emitter, nodes: Iterable[ir.Node], replaced: Mapping[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
     """Compute nodes again from other values, and return the copies of their outputs, which have no inference form."""
     copies = again(op, nodes, replaced, notes=True)
     for y in copies.values():

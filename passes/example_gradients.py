@@ -65,9 +65,7 @@ class ExampleGradients(Pass):
                     model.graph.outputs.append(roles.set_role(like(total, w), Role.DIAGNOSTIC))
                 return
             rows = [op.Reshape(g, [0, -1]) for g in gradients.values()]
-            result = (
-                op.Concat(*rows, axis=1) if self.project is None else self._projected(op, rows, gradients)
-            )
+            result = op.Concat(*rows, axis=1) if self.project is None else self._projected(op, rows, gradients)
             result = op.Identity(result, _outputs=["example_gradients"])
             model.graph.outputs.append(roles.set_role(result, Role.DIAGNOSTIC))
 
@@ -77,9 +75,7 @@ class ExampleGradients(Pass):
         wide = min(self.project, _COLUMNS)
         sizes = [op.Concat(op.ReduceProd(op.shape_of(w), keepdims=1), [wide], axis=0) for w in parameters]
 
-        def turn(
-            op: Emitter, _: list[ir.Value], numbers: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, _: list[ir.Value], numbers: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             sums = []
             for i, (flat, size) in enumerate(zip(rows, sizes, strict=True)):
                 drawn = uniform(op, size, numbers[0], self.seed, _OF_PROJECTIONS + i)
@@ -134,6 +130,4 @@ class ElasticWeights(Regularizer):
                 f"found {list(information.shape)}: compute it for this model by graphopt.fisher"
             )
         change = w - op.constant(start.numpy(), like=w)
-        return (
-            self.strength / 2 * op.ReduceSum(op.constant(information, like=w) * change * change, keepdims=0)
-        )
+        return self.strength / 2 * op.ReduceSum(op.constant(information, like=w) * change * change, keepdims=0)

@@ -85,9 +85,7 @@ class Explanation(Pass):
             raise GraphoptError(f"input: expected one floating-point input, found {names}{instead}")
         x = inputs[0] if self.input is None else floating_value(model, self.input, "input")
         if not between(model.graph, [y], [x]):
-            raise GraphoptError(
-                f"{y.name!r} does not depend on {x.name!r} differentiably: name another input"
-            )
+            raise GraphoptError(f"{y.name!r} does not depend on {x.name!r} differentiably: name another input")
         return x, y
 
     def _seed(self, op: Emitter, model: ir.Model, y: ir.Value) -> ir.Value:
@@ -165,9 +163,7 @@ class SmoothGrad(Explanation):
     def explain(self, op: Emitter, model: ir.Model, x: ir.Value, y: ir.Value, seed: ir.Value) -> ir.Value:
         nodes = _nodes(model, y)
 
-        def turn(
-            op: Emitter, total: list[ir.Value], numbers: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, total: list[ir.Value], numbers: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             noise = normal(op, lambda i: uniform(op, op.shape_of(x), numbers[0], self.seed, _OF_NOISE + i))
             place = x + self.std * op.cast(noise, x.dtype)
             return [total[0] + _gradient_at(op, nodes, x, place, y, seed)], []
@@ -200,9 +196,7 @@ class IntegratedGradients(Explanation):
         places, weights = np.polynomial.legendre.leggauss(self.steps)
         sequences = [op.constant((1 + places) / 2, like=x), op.constant(weights / 2, like=x)]
 
-        def turn(
-            op: Emitter, total: list[ir.Value], at: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, total: list[ir.Value], at: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             gradient = _gradient_at(op, nodes, x, self.baseline + at[0] * way, y, seed)
             return [total[0] + at[1] * gradient], []
 
@@ -275,9 +269,7 @@ def _of_convolutions(graph: ir.Graph) -> set[ir.Value]:
     """Return the values [N, C, ...] that convolutions compute, and what follows them place by place."""
     found: set[ir.Value] = set()
     for node in graph:
-        follows = node.op_type not in VIEWS | {"MatMul", "Transpose"} and not found.isdisjoint(
-            values_read(node)
-        )
+        follows = node.op_type not in VIEWS | {"MatMul", "Transpose"} and not found.isdisjoint(values_read(node))
         if node.op_type in CONVOLUTIONS or follows:
             found.update(node.outputs)
     return found

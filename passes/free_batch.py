@@ -236,12 +236,7 @@ def _is_of_first(node: ir.Node, x: ir.Value) -> bool:
         return all(rank(v) < rank(x) or dims_of(v)[0] == 1 for v in weights) and rank(y) == rank(x)
     is_product = node.op_type in ("Gemm", "MatMul") and node.inputs[0] is x and rank(x) == 2
     transposes = node.attributes.get_int("transA", 0)
-    return (
-        is_product
-        and not transposes
-        and rank(y) == 2
-        and all(rank(v) < 2 or v is node.inputs[1] for v in weights)
-    )
+    return is_product and not transposes and rank(y) == 2 and all(rank(v) < 2 or v is node.inputs[1] for v in weights)
 
 
 def _place_of_copies(
@@ -332,20 +327,14 @@ class _Rule:
         lengths: Mapping[ir.Value, int] | None = None,
     ) -> None:
         self.node, self.axes, self.attributes, self.edits = node, axes, attributes, edits
-        self.lengths = (
-            lengths  # of the blocks of values, if what a row has is asked for, not how to free the batch
-        )
+        self.lengths = lengths  # of the blocks of values, if what a row has is asked for, not how to free the batch
         self.length = 0  # of the blocks of the outputs, if it is another than that of the inputs
 
     def axes_of_outputs(self) -> Sequence[int]:
         """Return the axis of rows of each output."""
         node, inputs = self.node, self.node.inputs
         name, x = node.op_type, inputs[0] if inputs else None
-        if (
-            node.domain
-            or captured(node)
-            or any(v is not None and v.shape is None for v in (*inputs, node.outputs[0]))
-        ):
+        if node.domain or captured(node) or any(v is not None and v.shape is None for v in (*inputs, node.outputs[0])):
             raise _Mixed("it is not known how it computes")
         if name in ("Shape", "Size"):
             raise _Mixed("its result is the size of the batch")
@@ -612,9 +601,7 @@ def _compare(
     for name, first, second, both, axis in zip(names, *apart, together, axes, strict=True):
         expected = first if axis is None else np.concatenate([first, second], axis)
         scale = np.abs(expected).max(initial=0) if expected.dtype.kind == "f" else 0
-        if expected.shape != both.shape or not np.allclose(
-            expected, both, 1e-3, 1e-4 * scale, equal_nan=True
-        ):
+        if expected.shape != both.shape or not np.allclose(expected, both, 1e-3, 1e-4 * scale, equal_nan=True):
             raise GraphoptError(
                 f"batch='free': output {name!r}: expected the same numbers for two batches together as for one after "
                 f"the other, found others: export the model with a dynamic batch"

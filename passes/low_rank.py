@@ -82,9 +82,7 @@ class LowRank(Pass):
         flat = stored.reshape(stored.shape[0], math.prod(stored.shape[1:]))
         matrix = (flat.T if summed else flat).astype(np.float64)
         if not np.isfinite(matrix).all():
-            raise GraphoptError(
-                f"LowRank: expected finite numbers in {w.name!r}, found others: name it in leave_out"
-            )
+            raise GraphoptError(f"LowRank: expected finite numbers in {w.name!r}, found others: name it in leave_out")
         u, s, v = np.linalg.svd(matrix, full_matrices=False)
         if self.energy is None:
             rank = self.rank or 1

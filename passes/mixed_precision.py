@@ -172,9 +172,7 @@ class DynamicLossScale(Pass):
                 f"gradient.loss_scale, and run the optimizer first"
             )
         if state.accumulators(model):
-            raise GraphoptError(
-                "DynamicLossScale: expected it before Accumulate, found it after: run it first"
-            )
+            raise GraphoptError("DynamicLossScale: expected it before Accumulate, found it after: run it first")
 
     def rewrite(self, model: ir.Model) -> None:
         scale = next(x for x in with_role(model, Role.HYPERPARAMETER) if x.name == LOSS_SCALE)

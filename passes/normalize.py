@@ -172,13 +172,9 @@ class Normalize(Pass):
                 classical.freeze_preprocessing(model)
             rewrite(model, [classical.LOGISTIC])
         outputs = model.graph.outputs
-        labels = [
-            y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))
-        ]
+        labels = [y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))]
         if labels:
-            detach_outputs(
-                model, labels, is_floating, Role.SOURCE if any(map(is_floating, outputs)) else None
-            )
+            detach_outputs(model, labels, is_floating, Role.SOURCE if any(map(is_floating, outputs)) else None)
         set_aside(model, read)
         for value in model.graph.initializers.values():
             if name_of(value) in origins and is_floating(value) and Origin.read(value) is None:
@@ -214,9 +210,7 @@ class Normalize(Pass):
         pads_for_output_shapes(model)
         upgrade(model)
         before = 0
-        while count := sum(
-            lowering.is_lowered(x) or lowering.moves_integers(x) for x in all_nodes(model.graph)
-        ):
+        while count := sum(lowering.is_lowered(x) or lowering.moves_integers(x) for x in all_nodes(model.graph)):
             with Emitter(model) as op:
                 lowering.lower_operators(op, model.graph, is_last=count == before)
             before, propagate = count, forget(model)
@@ -244,15 +238,11 @@ def _replace_inputs(model: ir.Model, numbers: Mapping[str, float]) -> None:
         if x is None:
             raise GraphoptError(f"Normalize(inputs=...): {unknown('input', name, known)}")
         if x.dtype is None or x.shape is None or not x.shape.is_static():
-            raise GraphoptError(
-                f"Normalize(inputs=...): {name}: expected an input of a known shape, found {x.shape}"
-            )
+            raise GraphoptError(f"Normalize(inputs=...): {name}: expected an input of a known shape, found {x.shape}")
         with np.errstate(all="ignore"):
             array = np.full(x.shape.numpy(), number, np.float64).astype(x.dtype.numpy())
         if not np.allclose(array.astype(np.float64), number, rtol=1e-2):
-            raise GraphoptError(
-                f"Normalize(inputs=...): {name}: expected a number in {x.dtype}, found {number}"
-            )
+            raise GraphoptError(f"Normalize(inputs=...): {name}: expected a number in {x.dtype}, found {number}")
         node = ir.node("Constant", [], attributes={"value": ir.tensor(array)})
         model.graph.insert_before(next(iter(model.graph)), node)
         x.replace_all_uses_with(node.outputs[0])
@@ -277,9 +267,7 @@ def _encode_beforehand(model: ir.Model) -> bool:
 
 def expand(model: ir.Model, propagate: bool) -> None:
     """Replace every operator that ONNX defines as a function by the body of the function, unless it has a rule."""
-    functions = [
-        name for name in _function_names() if not has_rule("", name) and ("", name) not in NO_GRADIENT
-    ]
+    functions = [name for name in _function_names() if not has_rule("", name) and ("", name) not in NO_GRADIENT]
     nodes = [node for node in model.graph if node.domain == "" and node.op_type in functions]
     version = model.opset_imports.get("", OPSET)
     for node in nodes:  # inference and the inliner ignore the defaults of missing attributes
@@ -390,9 +378,7 @@ def lift(model: ir.Model) -> None:
             tensor = ir.tensor(np.array(floats.as_floats(), np.float32), name=node.outputs[0].name)
             node.attributes.add(ir.AttrTensor("value", tensor))
     with protect(
-        node
-        for node in constants
-        if (x := node.attributes.get("value")) and x.value.size < _LEAST_INITIALIZER
+        node for node in constants if (x := node.attributes.get("value")) and x.value.size < _LEAST_INITIALIZER
     ):
         common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=_LEAST_INITIALIZER)(model)
 
@@ -482,9 +468,7 @@ def whole_windows(model: ir.Model) -> None:
         window = padded_window(node, dims_of(x)[2:])
         axes = list(zip(dims_of(x)[2:], dims_of(y)[2:], strict=True))
         if window is not None and all(
-            isinstance(size, int)
-            and isinstance(count, int)
-            and window.reach(i, count) <= size + window.end[i]
+            isinstance(size, int) and isinstance(count, int) and window.reach(i, count) <= size + window.end[i]
             for i, (size, count) in enumerate(axes)
         ):
             node.attributes.pop("ceil_mode")

@@ -27,9 +27,7 @@ from passes.gradients import GradientSource
 from passes.gradients.rules.blocks import TokenBlocks
 from passes.gradients.walk import between, blocking, further_output, inputs_of
 
-_MOST_SHOWN = (
-    100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
-)
+_MOST_SHOWN = 100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
 LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
 
 
@@ -179,9 +177,7 @@ class Builder:
             return GraphoptError(f"{TRAINING_RUNTIME} refuses the model, {_said(error)}: use Gradient")
         wrt = sorted((x for x in active if x.producer() not in path), key=name_of)
         found = [nodes for _, nodes in sorted(refused.items())]
-        return NoGradient(
-            [blocking(list(nodes), wrt, next(iter(nodes.values()))) for nodes in found], "use Gradient"
-        )
+        return NoGradient([blocking(list(nodes), wrt, next(iter(nodes.values()))) for nodes in found], "use Gradient")
 
     def _complaint(self, node: ir.Node, path: Sequence[ir.Node], active: frozenset[ir.Value]) -> str:
         """Return the builder's error for one node, or an empty text."""

@@ -202,12 +202,8 @@ class Parameters(Pass):
         """Return the kind of an initializer with the reason why it trains or not, and whether it does."""
         origin = origin_in_file(value)
         if self.operators and not any(matches(node.op_type, self.operators) for node, _ in value.uses()):
-            return replace(
-                origin, why="not of the named operators", evidence=Evidence.USER, certain=True
-            ), False
-        named = replace(
-            origin, kind=Kind.PARAMETER, why="named by the user", evidence=Evidence.USER, certain=True
-        )
+            return replace(origin, why="not of the named operators", evidence=Evidence.USER, certain=True), False
+        named = replace(origin, kind=Kind.PARAMETER, why="named by the user", evidence=Evidence.USER, certain=True)
         if selects(self.freeze, value):
             return replace(named, why="frozen by the user", named=True), False
         if selects(self.unfreeze, value) or selects(self.pattern, value):
@@ -409,9 +405,7 @@ def _warn(values: Sequence[ir.Value]) -> None:
     count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
     ways = {
         "trained, which changes them if they are buffers": [x for x in unsure if x[1].trains],
-        "not trained, which keeps them from learning if they are parameters": [
-            x for x in unsure if not x[1].trains
-        ],
+        "not trained, which keeps them from learning if they are parameters": [x for x in unsure if not x[1].trains],
     }
     reasons = [
         f"{way}: {some([f'{value.name!r} ({origin.reason})' for value, origin in group], 4)}"

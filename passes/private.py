@@ -112,9 +112,7 @@ class GaussianNoise(Clip):
                 f"GaussianNoise: expected the gradients of PrivateGradient as they are, found {changed[0]!r}, which "
                 f"another pass has changed: put GaussianNoise first in clip"
             )
-        multiplier = state.declare(
-            model, MULTIPLIER, np.array(self.multiplier, np.float32), Role.HYPERPARAMETER
-        )
+        multiplier = state.declare(model, MULTIPLIER, np.array(self.multiplier, np.float32), Role.HYPERPARAMETER)
         key = state.declare(model, NOISE_KEY, np.zeros(2, np.int32), Role.HYPERPARAMETER)
         is_keyed = op.ReduceSumSquare(op.cast(key, ir.DataType.FLOAT), keepdims=0) > 0
         scale = multiplier * inputs[MAX_NORM] / inputs[EXPECTED_ROWS] / op.cast(is_keyed, ir.DataType.FLOAT)

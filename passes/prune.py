@@ -143,9 +143,7 @@ class Prune(Pass):
             own = pool.start(self._kept(pool) if fixed else pool.size)
             for part, numbers in zip(pool.parts, own, strict=True):
                 if not (numbers.any() and self._kept(pool)):
-                    self._warn(
-                        f"leaves nothing of {name_of(part.w)!r}: name it in leave_out, or prune less of it"
-                    )
+                    self._warn(f"leaves nothing of {name_of(part.w)!r}: name it in leave_out, or prune less of it")
                 masks[part.w] = state.declare_slot(model, part.w, MASK, numbers)
         following = {name_of(y): y for y in with_role(model, Role.NEXT)}
         with Emitter(model) as op:
@@ -255,11 +253,7 @@ class Prune(Pass):
         for each in parts:
             axis = summed.get(name_of(each.w))
             if axis is None or each.shape[axis] % m:
-                found = (
-                    "no product sums over it"
-                    if axis is None
-                    else f"a product sums over {each.shape[axis]} numbers"
-                )
+                found = "no product sums over it" if axis is None else f"a product sums over {each.shape[axis]} numbers"
                 self._warn(f"leaves {name_of(each.w)!r}, since {found}, expected a multiple of {m}")
                 continue
             yield _Pool([replace(each, last=axis)], math.prod(each.shape) // m, m)
@@ -283,11 +277,7 @@ class Prune(Pass):
             own_names = {_owner(each.weight) for each in filters}
             if not own_names or not own_names <= names:
                 continue
-            frozen = {
-                name_of(each.weight): constant_of(each.weight)
-                for each in slices
-                if own.get(each.weight) is None
-            }
+            frozen = {name_of(each.weight): constant_of(each.weight) for each in slices if own.get(each.weight) is None}
             fixed = [name for name, numbers in frozen.items() if numbers is None or numbers.any()]
             if fixed:
                 reason = f"{fixed[0]!r} does not train"
@@ -403,8 +393,7 @@ class _Pool:
             return [chosen.reshape(part.shape) for part in self.parts]
         ends = np.cumsum([math.prod(part.shape) // self.rows for part in self.parts])
         return [
-            self._masked(piece, part)
-            for piece, part in zip(np.split(chosen, ends[:-1], 1), self.parts, strict=True)
+            self._masked(piece, part) for piece, part in zip(np.split(chosen, ends[:-1], 1), self.parts, strict=True)
         ]
 
     def _masked(self, piece: np.ndarray, part: _Part) -> np.ndarray:
@@ -427,9 +416,7 @@ class _Pool:
             w = op.Where(mask, op.Abs(wide), op.constant(0.0, like=wide))
             turned = op.Transpose(w, perm=part.perm)
             if self.channels and part.scores:
-                rows.append(
-                    op.ReduceSum(op.Reshape(op.Mul(turned, turned), [-1, self.size]), [0], keepdims=1)
-                )
+                rows.append(op.ReduceSum(op.Reshape(op.Mul(turned, turned), [-1, self.size]), [0], keepdims=1))
             elif not self.channels:
                 flat = op.Reshape(turned, [self.rows, -1])
                 rows.append(flat if len(self.parts) == 1 else op.cast(flat, ir.DataType.FLOAT))

@@ -60,13 +60,9 @@ class Schedule(Pass):
     def requires(self, model: ir.Model) -> None:
         name, scheduled = type(self).__name__, roles.with_role(model, Role.DIAGNOSTIC)
         if any(x.name == LEARNING_RATE for x in scheduled):
-            raise GraphoptError(
-                f"{name}: expected a rate without a schedule, found one with: use one schedule"
-            )
+            raise GraphoptError(f"{name}: expected a rate without a schedule, found one with: use one schedule")
         if all(x.name != LEARNING_RATE for x in roles.with_role(model, Role.HYPERPARAMETER)):
-            raise GraphoptError(
-                f"{name} needs the hyperparameter 'learning_rate', found none: run the optimizer first"
-            )
+            raise GraphoptError(f"{name} needs the hyperparameter 'learning_rate', found none: run the optimizer first")
 
     @final
     def rewrite(self, model: ir.Model) -> None:
@@ -84,9 +80,7 @@ class Schedule(Pass):
         with Emitter(model) as op:
             done = op.Cast(counter, to=base.dtype)
             since = op.Max(done - float(self.warmup), 0.0) if self.warmup else done
-            rate = scalar(
-                ask(self, "rate", op, base, since), name_of_method(self, "rate"), "the rate", base.dtype
-            )
+            rate = scalar(ask(self, "rate", op, base, since), name_of_method(self, "rate"), "the rate", base.dtype)
             if self.warmup:
                 grown = done if self.warmup_from_zero else done + 1.0
                 rate = rate * op.Min(grown / float(self.warmup), 1.0)

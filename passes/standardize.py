@@ -146,9 +146,7 @@ def _plain(name: str, numbers: object) -> object:
 
 def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarray, axis: int) -> None:
     if x.shape is None:
-        raise GraphoptError(
-            f"Standardize: expected an input of known rank, found {x.name!r}: declare its shape"
-        )
+        raise GraphoptError(f"Standardize: expected an input of known rank, found {x.name!r}: declare its shape")
     uses = list(x.uses())
     centering = [n.op_type == "Sub" and any(y and FROZEN.is_set(y) for y in n.inputs) for n, _ in uses]
     if uses and all(centering):

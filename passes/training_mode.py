@@ -195,9 +195,7 @@ def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | Non
     return all(a is b or (m is not None and n is not None and np.array_equal(m, n)) for a, b, m, n in pairs)
 
 
-def _normalize_batches(
-    model: ir.Model, calls: Sequence[ir.Node], live: Collection[ir.Node], unbiased: bool
-) -> None:
+def _normalize_batches(model: ir.Model, calls: Sequence[ir.Node], live: Collection[ir.Node], unbiased: bool) -> None:
     """Switch the live calls of a BatchNormalization to batch statistics, and move its running statistics in turn."""
     running = [_statistic(model, calls, index) for index in (3, 4)]
     following = running
@@ -316,17 +314,13 @@ def ratio_of(node: ir.Node) -> float:
     value = node.inputs[1] if len(node.inputs) > 1 else None
     ratio = 0.5 if value is None else constant_number(value)
     if ratio is None:
-        raise GraphoptError(
-            f"Dropout node {node.name!r}: expected a constant ratio, found {value and value.name!r}"
-        )
+        raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {value and value.name!r}")
     if not 0 <= ratio < 1:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a ratio in [0, 1), found {ratio}")
     return ratio
 
 
-def drop(
-    op: Emitter, x: ir.Value, ratio: float, step: ir.Value, seed: int, number: int
-) -> tuple[ir.Value, ir.Value]:
+def drop(op: Emitter, x: ir.Value, ratio: float, step: ir.Value, seed: int, number: int) -> tuple[ir.Value, ir.Value]:
     """Emit a value times a mask whose mean is 1, and whether each element stays; `uniform` draws."""
     drawn = uniform(op, op.shape_of(x), step, seed, number)
     drawn.shape = x.shape

@@ -74,9 +74,7 @@ class LastLayerLaplace(OfClasses):
         y, read_by, weight, features = self._layer(model)
         x, z, _ = self.on_rows(model, read, read_by, y)
         x = np.concatenate([x, np.ones((len(x), len(weight) - x.shape[1]))], axis=1)
-        return replace(
-            self, factors=self._factors(x, self._curvature(z.reshape(len(z), -1)), weight, features)
-        )
+        return replace(self, factors=self._factors(x, self._curvature(z.reshape(len(z), -1)), weight, features))
 
     def _curvature(self, z: np.ndarray) -> np.ndarray:
         """Return the second derivatives of the loss of each row by its outputs, [N, outputs, outputs]."""
@@ -218,9 +216,7 @@ class _Samples(OfClasses):
                 found += [means[2], op.Max(_entropy(op, means[2]) - means[3], 0.0)]  # rounding makes it less
             self.add(op, model, y, **dict(zip(kinds, found, strict=True)))
 
-    def sums(
-        self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None
-    ) -> tuple[float, list[ir.Value]]:
+    def sums(self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None) -> tuple[float, list[ir.Value]]:
         """Return the number of predictions, and the sums of what `terms` emits for each."""
         raise NotImplementedError
 
@@ -265,9 +261,7 @@ class MonteCarloDropout(_Samples):
     samples: int = within("[1, 1000000]", 50)
     seed: int = within("[0, inf)", 0)
 
-    def sums(
-        self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None
-    ) -> tuple[float, list[ir.Value]]:
+    def sums(self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None) -> tuple[float, list[ir.Value]]:
         needed = ancestors([y])
         nodes = [node for node in model.graph if node in needed]
         if not any(_is_dropout(node) for node in nodes):
@@ -276,9 +270,7 @@ class MonteCarloDropout(_Samples):
                 "Dropout, in training mode, or take passes.Ensemble"
             )
 
-        def turn(
-            op: Emitter, totals: list[ir.Value], at: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, totals: list[ir.Value], at: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             copies: dict[ir.Value, ir.Value] = {}
             for number, node in enumerate(nodes):
                 if _is_dropout(node):
@@ -325,9 +317,7 @@ class Ensemble(_Samples):
                 f"{kind_of(self.members) if self.members else 'none'}: write passes.Ensemble([model])"
             )
 
-    def sums(
-        self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None
-    ) -> tuple[float, list[ir.Value]]:
+    def sums(self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None) -> tuple[float, list[ir.Value]]:
         sums = _terms(op, y, y, scores)
         inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         for number, member in enumerate(self.members, 1):
@@ -341,9 +331,7 @@ class Ensemble(_Samples):
             own = next((z for z in other.graph.outputs if z.name == y.name), None)
             if own is None or not _fits(own, y):
                 found = ", ".join(f"{z.name!r} {z.dtype}{z.shape}" for z in other.graph.outputs)
-                raise self.wrong(
-                    f"member {number}: expected an output {y.name!r} {y.dtype}{y.shape}, found {found}"
-                )
+                raise self.wrong(f"member {number}: expected an output {y.name!r} {y.dtype}{y.shape}, found {found}")
             other.graph.outputs[:] = [own]
             (sample,) = put_in(model, other, inputs, f"member{number}")
             terms = _terms(op, sample, y, scores)

@@ -115,9 +115,7 @@ def _attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     """Remove an attribute of a node and return its value."""
     attribute = node.attributes.pop(name, None)
     if attribute is not None and attribute.is_ref():
-        raise GraphoptError(
-            f"expected an attribute {name} with a value, found a reference: inline the function"
-        )
+        raise GraphoptError(f"expected an attribute {name} with a value, found a reference: inline the function")
     return default if attribute is None else attribute.value
 
 
@@ -359,9 +357,7 @@ def _first_split(op: Emitter, node: ir.Node) -> None:
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         parts = constant_of(node.inputs[1])
         if parts is None:
-            raise GraphoptError(
-                "expected constant sizes of parts, found others: export with opset 13 or newer"
-            )
+            raise GraphoptError("expected constant sizes of parts, found others: export with opset 13 or newer")
         _set(node, split=parts.astype(np.int64).tolist())
         node.replace_input_with(1, None)
         node.resize_inputs(1)
@@ -381,9 +377,7 @@ def _tile(op: Emitter, node: ir.Node) -> None:
     """Repeat one axis alone."""
     x, (times, axis) = _input(node, 0), (constant_of(each) for each in (_input(node, 1), _input(node, 2)))
     if times is None or axis is None:
-        raise GraphoptError(
-            "expected a constant axis and number of tiles, found others: export with opset 6 or newer"
-        )
+        raise GraphoptError("expected a constant axis and number of tiles, found others: export with opset 6 or newer")
     repeats = np.ones(_rank(x), np.int64)
     repeats[int(axis.item())] = int(times.item())
     node.replace_input_with(2, None)

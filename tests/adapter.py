@@ -46,9 +46,7 @@ def missing() -> str:
     """Return why WebGPU cannot be tested here, or nothing."""
     built_in = "WebGpuExecutionProvider" in onnxruntime.get_available_providers()
     if not built_in and importlib.util.find_spec("onnxruntime_ep_webgpu") is None:
-        return (
-            "no WebGPU provider: pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime"
-        )
+        return "no WebGPU provider: pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime"
     if not built_in and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 25):
         return "the plugin of WebGPU needs onnxruntime 1.24.4 or later"
     return software_adapter()

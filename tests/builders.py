@@ -108,9 +108,7 @@ def attention(dtype: type = np.float32, seed: int = 0) -> onnx.ModelProto:
 def identity(shape: str, dtype: str = "float") -> onnx.ModelProto:
     """Return y = x + w, of a parameter w that starts at zero: a loss of it is a loss of x."""
     proto = model(f"g ({dtype}[{shape}] x) => ({dtype}[{shape}] y) {{ y = Add(x, w) }}")
-    zeros = np.zeros(
-        (1,), onnx.helper.tensor_dtype_to_np_dtype(proto.graph.input[0].type.tensor_type.elem_type)
-    )
+    zeros = np.zeros((1,), onnx.helper.tensor_dtype_to_np_dtype(proto.graph.input[0].type.tensor_type.elem_type))
     proto.graph.initializer.append(onnx.numpy_helper.from_array(zeros, "w"))
     return proto
 

@@ -96,7 +96,4 @@ def batches(name: str, count: int) -> list[dict[str, np.ndarray]]:
     """Return batches for it, the same in each call."""
     rng = np.random.default_rng(0)
     shape = (24, 6) if name in LAYERS else (6, 2, 8, 8)
-    return [
-        {"x": rng.standard_normal(shape, np.float32), "target": rng.integers(0, 3, shape[0])}
-        for _ in range(count)
-    ]
+    return [{"x": rng.standard_normal(shape, np.float32), "target": rng.integers(0, 3, shape[0])} for _ in range(count)]

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # workers share the cores; libraries read it when they are loaded
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; libraries read it when they are loaded
 
 import numpy as np
 import omegaconf
@@ -94,9 +92,7 @@ def functions_of_the_exporter_are_read_once() -> None:
 
         onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
         _schemas.op_signature_from_function = functools.cache(_schemas.op_signature_from_function)
-        torch._export.utils._materialize_cpp_cia_ops = functools.cache(
-            torch._export.utils._materialize_cpp_cia_ops
-        )
+        torch._export.utils._materialize_cpp_cia_ops = functools.cache(torch._export.utils._materialize_cpp_cia_ops)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -210,9 +206,7 @@ def repetitions(cases: list[pytest.Function]) -> list[pytest.Function]:
 def rows_of(case: pytest.Function) -> set[tuple[int, ...]]:
     """Return what a case has of each `parametrize`, and of each fixture with parameters, as identities of objects."""
     values = dict(case.callspec.params) if hasattr(case, "callspec") else {}
-    marks = [
-        mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in case.iter_markers("parametrize")
-    ]
+    marks = [mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in case.iter_markers("parametrize")]
     groups = [names.replace(",", " ").split() if isinstance(names, str) else names for names in marks]
     rows = {(i, *(id(values.pop(name, None)) for name in names)) for i, names in enumerate(groups)}
     return rows | {(hash(name), id(value)) for name, value in values.items()}

@@ -93,9 +93,7 @@ def another_output(draw: Draw, files: dict[str, bytes]) -> bool:
     """Compute another type or shape than the program reads, and declare it, or declare nothing, or the old one."""
     file = draw.choice(["train.onnx", "train.onnx", "evaluate.onnx"])
     model = onnx.load_from_string(files[file])
-    read = [
-        y for y in model.graph.output if y.name == "loss" or (file[0] == "t" and y.name.endswith(".next"))
-    ]
+    read = [y for y in model.graph.output if y.name == "loss" or (file[0] == "t" and y.name.endswith(".next"))]
     y = draw.choice(read)
     name, kept = y.name, f"{y.name}_before"
     for node in model.graph.node:
@@ -141,9 +139,7 @@ def another_output(draw: Draw, files: dict[str, bytes]) -> bool:
 def _sizes_of_data(draw: Draw, files: dict[str, bytes]) -> bool:
     """Compute a loss without elements, or fewer numbers of a state, where no shape can be inferred before a step."""
     model = onnx.load_from_string(files["train.onnx"])
-    vectors = [
-        y for y in model.graph.output if y.name.endswith(".next") and len(y.type.tensor_type.shape.dim) == 1
-    ]
+    vectors = [y for y in model.graph.output if y.name.endswith(".next") and len(y.type.tensor_type.shape.dim) == 1]
     y = draw.choice([*vectors, next(y for y in model.graph.output if y.name == "loss")])
     kept = f"{y.name}_before"
     for node in model.graph.node:
@@ -205,11 +201,7 @@ def _state(draw: Draw, files: dict[str, bytes]) -> bool:
         del header[draw.choice(names)]
     text = json.dumps(header, separators=(",", ":")).encode()
     size = (
-        draw.choice([n % 2**64 for n in SIZES])
-        if kind == 4
-        else draw.randrange(len(text))
-        if kind == 5
-        else len(text)
+        draw.choice([n % 2**64 for n in SIZES]) if kind == 4 else draw.randrange(len(text)) if kind == 5 else len(text)
     )
     content = struct.pack("<Q", size) + text + numbers
     if kind == 6:
@@ -269,11 +261,7 @@ def _proof(draw: Draw, files: dict[str, bytes]) -> bool:
         elif kind == "wrong" and "graph.train" in chosen:  # so that the file is read that names a node
             name, x = "graph.train", chosen["graph.train"] + 1
         elif kind in ("shorter", "longer"):
-            x = (
-                x.ravel()[: draw.randrange(x.size + 1)]
-                if kind == "shorter"
-                else np.concatenate([x.ravel()] * 3)
-            )
+            x = x.ravel()[: draw.randrange(x.size + 1)] if kind == "shorter" else np.concatenate([x.ravel()] * 3)
         chosen[name] = x
         if kind == "gone":
             del chosen[name]

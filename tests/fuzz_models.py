@@ -290,9 +290,7 @@ def _of_case(case: Case) -> onnx.ModelProto | None:
         names.append(name)
     outputs = [f"y{i}" if i else "y" for i in range(case.outputs)]
     graph.node.append(onnx.helper.make_node(case.op_type, names, outputs, **case.attributes))
-    proto = onnx.helper.make_model(
-        graph, opset_imports=[onnx.helper.make_opsetid("", case.opset)], ir_version=10
-    )
+    proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", case.opset)], ir_version=10)
     inferred = onnx.shape_inference.infer_shapes(proto).graph.value_info
     found = [value for value in inferred if value.name == "y" and value.type.tensor_type.HasField("shape")]
     graph.output.extend(found)
@@ -509,9 +507,7 @@ def write(draw: random.Random, folder: Path) -> Path:
     proto.CopyFrom(draw.choice(corpus() if draw.random() < 0.7 else operators()))
     path = folder / "model.onnx"
     if draw.random() < 0.15:
-        onnx.save(
-            proto, path, save_as_external_data=True, location="weights", size_threshold=draw.choice([0, 20])
-        )
+        onnx.save(proto, path, save_as_external_data=True, location="weights", size_threshold=draw.choice([0, 20]))
         proto = onnx.load(path, load_external_data=False)
         weights = folder / "weights"
         if weights.exists() and draw.random() < 0.3:
@@ -558,9 +554,7 @@ def _feeds(step: ir.Model) -> dict[str, np.ndarray]:
     sizes: dict[Any, int] = {}
     for value in step.graph.inputs:
         if role_of(value) in FED:
-            dims = [
-                dim if isinstance(dim, int) else sizes.setdefault(dim.value, 2) for dim in value.shape or ()
-            ]
+            dims = [dim if isinstance(dim, int) else sizes.setdefault(dim.value, 2) for dim in value.shape or ()]
             if np.prod(dims, dtype=float) > 1e6:
                 raise graphopt.GraphoptError("the fuzzer: an input of a million numbers")
             feeds[str(value.name)] = np.ones(dims).astype(value.dtype.numpy())  # type: ignore[union-attr]

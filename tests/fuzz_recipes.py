@@ -61,11 +61,7 @@ def _paths() -> list[str]:
 
 
 def _value(draw: random.Random) -> str:
-    return (
-        yaml.safe_dump(draw.choice(VALUES), default_flow_style=True, width=10**6)
-        .removesuffix("\n...\n")
-        .strip()
-    )
+    return yaml.safe_dump(draw.choice(VALUES), default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
 
 
 def write(draw: random.Random, folder: Path) -> list[str]:
@@ -93,9 +89,7 @@ def write(draw: random.Random, folder: Path) -> list[str]:
             names = [file.stem for file in _files() if file.parent.name == group]
             arguments.append(f"{group}={draw.choice([*names, 'none', 'zzz', ''])}")
         else:
-            arguments.append(
-                draw.choice(["a", "=", "a=", "=b", "-", "x=[", "x={", "model=", "--cfg", "~optimizer"])
-            )
+            arguments.append(draw.choice(["a", "=", "a=", "=b", "-", "x=[", "x={", "model=", "--cfg", "~optimizer"]))
     if draw.random() < 0.3:
         arguments += write_run(draw, folder)
     if draw.random() < 0.5:
@@ -133,15 +127,11 @@ def write_run(draw: random.Random, folder: Path) -> list[str]:
     fields = yaml.safe_load(_composed())
     for _ in range(draw.choice([0, 1, 1, 2, 3])):
         place = fields
-        *parents, last = draw.choice([*_paths(), "pipeline.own", "trust", "hydra.job.name", "unused"]).split(
-            "."
-        )
+        *parents, last = draw.choice([*_paths(), "pipeline.own", "trust", "hydra.job.name", "unused"]).split(".")
         for name in parents:
             place[name] = place = place[name] if isinstance(place.get(name), dict) else {}
         place[last] = draw.choice(VALUES)
-    hydra: Any = {
-        "hydra": {"runtime": {"choices": {"data": "csv", "optimizer": "adamw"}, "cwd": draw.choice(VALUES)}}
-    }
+    hydra: Any = {"hydra": {"runtime": {"choices": {"data": "csv", "optimizer": "adamw"}, "cwd": draw.choice(VALUES)}}}
     contents = {
         "config.yaml": fields,
         "hydra.yaml": hydra,
@@ -158,9 +148,7 @@ def write_run(draw: random.Random, folder: Path) -> list[str]:
         if draw.random() < 0.95:
             (record / name).write_text(text, encoding="latin-1")
     (record.parent / "config.yaml").write_text(texts["config.yaml"], encoding="latin-1")
-    return draw.choice(
-        [["run=evaluate", "folder=theirs"], ["run=predict", "folder=theirs"], ["resume=theirs"]]
-    )
+    return draw.choice([["run=evaluate", "folder=theirs"], ["run=predict", "folder=theirs"], ["resume=theirs"]])
 
 
 def attempt(arguments: list[str], folder: Path) -> None:

@@ -156,9 +156,7 @@ def _child(seed: int, first: int, last: int) -> None:
 
 def main() -> int:
     """Run the inputs that the command line asks for; the exit code is 0 where none fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int, nargs="?", default=5000)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--only")
@@ -182,9 +180,7 @@ def main() -> int:
                 print(f"{outcome.input} {outcome.kind}: {outcome.result}", flush=True)
                 if options.details:
                     with options.details.open("a") as file:
-                        print(
-                            outcome.input, outcome.kind, outcome.result, outcome.detail, sep="\n", file=file
-                        )
+                        print(outcome.input, outcome.kind, outcome.result, outcome.detail, sep="\n", file=file)
     for (kind, result), count in Counter((o.kind, o.result) for o in found).most_common():
         print(f"{count:6} {kind:7} {result}")
     if options.only:

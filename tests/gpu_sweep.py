@@ -110,9 +110,7 @@ def at_the_ends(graph: Callable[[Case, str], Graph], case: Case, end: str) -> Gr
 
 def of_ends() -> Iterator[tuple[str, Callable[[], Graph]]]:
     """Return the graphs of the first case of each operator that has other numbers at the ends."""
-    firsts = {
-        case.op_type: case for case in reversed(RULE_CASES) if case.runtime and "refuse" not in case.newer
-    }
+    firsts = {case.op_type: case for case in reversed(RULE_CASES) if case.runtime and "refuse" not in case.newer}
     for case in firsts.values():
         is_floating = any(x.dtype.kind == "f" for x in point(case, np.float32).values())
         if is_floating and case.op_type != "Atanh":  # it has no other numbers
@@ -122,10 +120,7 @@ def of_ends() -> Iterator[tuple[str, Callable[[], Graph]]]:
 
 
 LONG = {
-    **{
-        name: f"{name}(x, axis)"
-        for name in ("ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean")
-    },
+    **{name: f"{name}(x, axis)" for name in ("ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceMax", "ReduceMean")},
     **{name: f"{name}(x, axis)" for name in ("ReduceMin", "ReduceSum", "ReduceSumSquare")},
     **{name: f"{name}<axis=1>(x)" for name in ("LogSoftmax", "LpNormalization", "Softmax")},
     "CumSum": "CumSum(x, last)",
@@ -162,9 +157,7 @@ def trained(network: Any, x: tuple[int, ...], target: Any, **steps: Any) -> Grap
     """Return a training step and its batches."""
     steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1), **steps}
     step = graphopt.compile(network() if callable(network) else network, **steps)
-    fed = [
-        {"x": numbers(i, *x), **(target(i) if callable(target) else {"target": target})} for i in range(STEPS)
-    ]
+    fed = [{"x": numbers(i, *x), **(target(i) if callable(target) else {"target": target})} for i in range(STEPS)]
     return step, fed
 
 
@@ -291,9 +284,7 @@ CONVOLUTIONS: list[tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]]
     *(("Conv", (2, 3, 9, 8), (5, 3, 3, 2), {"dilations": d, "pads": [1, 2, 2, 1]}) for d in ([2, 2], [1, 3])),
     *(
         ("Conv", (2, g * m, 6, 5), (g * f, m, 3, 3), {"group": g, "pads": [1, 1, 1, 1]})
-        for g, m, f in zip(
-            (2, 2, 3, 4, 4, 6, 8, 8), (1, 2, 2, 1, 2, 1, 1, 2), (1, 3, 5, 1, 5, 2, 1, 9), strict=True
-        )
+        for g, m, f in zip((2, 2, 3, 4, 4, 6, 8, 8), (1, 2, 2, 1, 2, 1, 1, 2), (1, 3, 5, 1, 5, 2, 1, 9), strict=True)
     ),
     ("Conv", (2, 6, 7, 7), (6, 1, 3, 3), {"group": 6, "strides": [2, 2], "pads": [1, 1, 1, 1]}),
     *(("Conv", (2, 3, 11), (f, 3, 3), {"strides": [s]}) for f in (2, 4) for s in (1, 2)),
@@ -354,9 +345,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], Any, dict[str, Any]]] = {
         {"loss": passes.MeanSquaredError()},
     ),
     "dropout": (
-        lambda: ended(
-            "ratio = Constant<value = float {0.25}>() t = Tanh(x) h = Dropout(t, ratio)", "N,8", 4, 8
-        ),
+        lambda: ended("ratio = Constant<value = float {0.25}>() t = Tanh(x) h = Dropout(t, ratio)", "N,8", 4, 8),
         (6, 8),
         classes(4, 6),
         {"training": passes.TrainingMode(seed=3)},
@@ -423,9 +412,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], Any, dict[str, Any]]] = {
 
 def transformer(**steps: Any) -> Graph:
     network = models.transformer((6,), 9, width=16, heads=2, layers=1)
-    step = graphopt.compile(
-        network, **{"loss": passes.CrossEntropy(axis=-1), "optimizer": passes.AdamW(3e-3), **steps}
-    )
+    step = graphopt.compile(network, **{"loss": passes.CrossEntropy(axis=-1), "optimizer": passes.AdamW(3e-3), **steps})
     return step, [{"x": labels(i, 9, 4, 6), "target": labels(i + 50, 9, 4, 6)} for i in range(STEPS)]
 
 
@@ -438,15 +425,11 @@ def several_steps(name: str) -> Graph:
     step = GRAPHS[name][0]()
     passes.Unroll()(step)
     fed = batches(name, 4)
-    return step, [
-        {key: np.stack([batch[key] for batch in pair]) for key in fed[0]} for pair in (fed[:2], fed[2:])
-    ]
+    return step, [{key: np.stack([batch[key] for batch in pair]) for key in fed[0]} for pair in (fed[:2], fed[2:])]
 
 
 def ctc(frames: int) -> Graph:
-    proto = model(
-        f"g (float[N,{frames},4] x) => (float[N,{frames},5] y) {{ y = MatMul(x, w) }}", w=weights(4, 5)
-    )
+    proto = model(f"g (float[N,{frames},4] x) => (float[N,{frames},5] y) {{ y = MatMul(x, w) }}", w=weights(4, 5))
     step = graphopt.compile(proto, loss=passes.CTC(input_lengths=True), optimizer=passes.SGD(0.1))
     target, lengths = (
         np.array([[1, 2, 2], [3, 1, -1], [4, -1, -1]]),
@@ -474,9 +457,7 @@ def of_steps() -> Iterator[tuple[str, Callable[[], Graph]]]:
     yield "step/network/embedding", functools.partial(embedded, "e = Gather(w, x)", w=table)
     yield (
         "step/network/embedding nd",
-        functools.partial(
-            embedded, "a = Constant<value_ints=[-1]>() i = Unsqueeze(x, a) e = GatherND(w, i)", w=table
-        ),
+        functools.partial(embedded, "a = Constant<value_ints=[-1]>() i = Unsqueeze(x, a) e = GatherND(w, i)", w=table),
     )
     yield "step/network/transformer", transformer
     yield "step/network/transformer mixed", functools.partial(transformer, **PARTS["mixed"])
@@ -558,9 +539,7 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
     if expected.dtype.kind != "f":
         return float(np.any(found != expected))
     finite = np.isfinite(expected)
-    if not np.array_equal(
-        np.where(finite, 0, expected), np.where(np.isfinite(found), 0, found), equal_nan=True
-    ):
+    if not np.array_equal(np.where(finite, 0, expected), np.where(np.isfinite(found), 0, found), equal_nan=True):
         return float("inf")
     return distance(np.where(finite, found, 0), np.where(finite, expected, 0), 1e-3)
 
@@ -598,10 +577,7 @@ def run(name: str, int64: bool = True, kind: str = "webgpu") -> Result:
         shape = next((f"{t}{d}" for y in args.get("output_type_shape", []) for t, d in y.items()), "")
         if args["op_name"] == "MemcpyToHost":
             result.reads.append(shape)
-        elif (
-            args["provider"] == "CPUExecutionProvider"
-            and event["name"].removesuffix("_kernel_time") not in names
-        ):
+        elif args["provider"] == "CPUExecutionProvider" and event["name"].removesuffix("_kernel_time") not in names:
             cpu[f"{args['op_name']} {shape}"] += 1
     result.cpu = dict(sorted(cpu.items()))
     result.reads = sorted(result.reads)

@@ -187,10 +187,7 @@ CASES: list[Case] = [
     *(case(op, spaced(2, 3), 1.3 * spaced(3), spaced(2, 1) / 2.9) for op in ("Sum", "Mean", "Max", "Min")),
     *(case(op, spaced(2, 3), 1.3 * spaced(2, 3)) for op in ("Max", "Min")),
     # Elementwise operators and activations.
-    *(
-        case(op, (2, 3))
-        for op in ("Abs", "Exp", "Erf", "Sin", "Cos", "Atan", "Sinh", "Cosh", "Tanh", "Asinh")
-    ),
+    *(case(op, (2, 3)) for op in ("Abs", "Exp", "Erf", "Sin", "Cos", "Atan", "Sinh", "Cosh", "Tanh", "Asinh")),
     *(case(op, (2, 3)) for op in ("Identity", "Neg", "Reciprocal", "Relu", "Elu", "Selu", "Gelu", "Mish")),
     *(case(op, (2, 3)) for op in ("Sigmoid", "HardSigmoid", "HardSwish", "Softplus", "Softsign")),
     *(case(op, (2, 3)) for op in ["LeakyRelu", "ThresholdedRelu", "Shrink"]),
@@ -203,19 +200,13 @@ CASES: list[Case] = [
     case("HardSigmoid", 3 * spaced(3, 4), alpha=0.25, beta=0.4),
     case("LeakyRelu", (2, 3), alpha=0.2),
     *(case(op, (2, 3), alpha=alpha) for op in ("Elu", "Selu") for alpha in (0.7, 1.9)),
-    *(
-        case("Celu", (2, 3), alpha=a, double=False, tolerance=1e-4, quirk="float32 alone")
-        for a in (1.0, 0.7, 1.9)
-    ),
+    *(case("Celu", (2, 3), alpha=a, double=False, tolerance=1e-4, quirk="float32 alone") for a in (1.0, 0.7, 1.9)),
     case("Elu", (2, 3), alpha=-0.7),
     case("Selu", (2, 3), alpha=1.2, gamma=0.8),
     case("ThresholdedRelu", (3, 4), alpha=0.6),
     case("Gelu", (3, 4), approximate="tanh"),
     case("Shrink", (3, 4), lambd=0.7, bias=0.2),
-    *(
-        case("PRelu", spaced(*a), positive(*b))
-        for a, b in [((2, 3), (2, 3)), ((2, 3), (3,)), ((2, 3, 2), (3, 1))]
-    ),
+    *(case("PRelu", spaced(*a), positive(*b)) for a, b in [((2, 3), (2, 3)), ((2, 3), (3,)), ((2, 3, 2), (3, 1))]),
     case("Clip", (3, 4), one(-0.8), one(1.1)),
     case("Clip", (3, 4), one(-0.8)),
     case("Clip", (3, 4), None, one(0.7), constant=(2,)),
@@ -279,10 +270,7 @@ CASES: list[Case] = [
     case("Einsum", (2, 1, 3, 2), (2, 2, 2, 4), equation="...ij,...jk"),
     case("Einsum", (2, 3, 2), (2, 3), equation="b...a,b..."),
     case("Einsum", (2, 3, 4), equation="c...a"),
-    *(
-        case("Det", shape, rigid="its cofactors depend on the size")
-        for shape in [(3, 3), (2, 2, 2), (2, 1, 1)]
-    ),
+    *(case("Det", shape, rigid="its cofactors depend on the size") for shape in [(3, 3), (2, 2, 2), (2, 1, 1)]),
     # Convolutions.
     case("Conv", (2, 3, 5, 5), (4, 3, 3, 3), (4,)),
     case("Conv", (2, 2, 5, 6), (3, 2, 3, 2), strides=[2, 2], pads=[1, 0, 1, 1]),
@@ -294,23 +282,15 @@ CASES: list[Case] = [
     case("Conv", (2, 4, 3, 4), (6, 2, 2, 3), (6,), group=2, pads=[1, 1, 0, 1]),
     case("Conv", (2, 3, 5, 4), (3, 1, 3, 3), group=3, pads=[1, 1, 1, 1], strides=[2, 2]),
     case("Conv", (1, 2, 5, 5), (4, 1, 2, 3), group=2, dilations=[2, 2]),
-    *(
-        case("Conv", (1, 2, 5, 6), (2, 2, 2, 3), auto_pad=pad)
-        for pad in ("VALID", "SAME_UPPER", "SAME_LOWER")
-    ),
-    *(
-        case("Conv", (1, 2, 5, 6), (2, 2, 3, 2), auto_pad=pad, strides=[2, 2])
-        for pad in ("SAME_UPPER", "SAME_LOWER")
-    ),
+    *(case("Conv", (1, 2, 5, 6), (2, 2, 2, 3), auto_pad=pad) for pad in ("VALID", "SAME_UPPER", "SAME_LOWER")),
+    *(case("Conv", (1, 2, 5, 6), (2, 2, 3, 2), auto_pad=pad, strides=[2, 2]) for pad in ("SAME_UPPER", "SAME_LOWER")),
     case("Conv", (1, 1, 6, 7), (1, 1, 1, 2), auto_pad="SAME_UPPER", strides=[2, 3]),
     case("Conv", (2, 2, 7), (3, 2, 3), (3,), pads=[1, 2], strides=[2]),
     case("Conv", (2, 4, 7), (4, 2, 3), group=2, dilations=[2]),
     case("Conv", (1, 2, 3, 4, 3), (2, 2, 2, 3, 2), (2,), pads=[1, 1, 0, 0, 1, 0], strides=[1, 2, 1]),
     case("Conv", (1, 2, 3, 4, 3), (2, 1, 2, 2, 2), group=2),
     case("ConvTranspose", (2, 3, 3, 4), (3, 2, 3, 2), (2,)),
-    case(
-        "ConvTranspose", (1, 2, 3, 4), (2, 2, 3, 2), strides=[2, 3], pads=[1, 0, 0, 1], output_padding=[1, 2]
-    ),
+    case("ConvTranspose", (1, 2, 3, 4), (2, 2, 3, 2), strides=[2, 3], pads=[1, 0, 0, 1], output_padding=[1, 2]),
     case("ConvTranspose", (1, 4, 3, 3), (4, 2, 2, 2), (4,), group=2, dilations=[2, 1]),
     case(
         "ConvTranspose",
@@ -372,10 +352,7 @@ CASES: list[Case] = [
     case("MaxPool", (2, 2, 5, 7), kernel_shape=[2, 3], strides=[2, 3], pads=[0, 1, 1, 1]),
     case("MaxPool", (1, 2, 6), kernel_shape=[2], strides=[2]),
     case("AveragePool", (2, 2, 4, 4), kernel_shape=[2, 2], strides=[2, 2]),
-    *(
-        case("AveragePool", (1, 2, 5, 4), kernel_shape=[3, 2], pads=[1, 0, 1, 1], count_include_pad=n)
-        for n in (0, 1)
-    ),
+    *(case("AveragePool", (1, 2, 5, 4), kernel_shape=[3, 2], pads=[1, 0, 1, 1], count_include_pad=n) for n in (0, 1)),
     *(
         case(
             "AveragePool",
@@ -451,11 +428,7 @@ CASES: list[Case] = [
         kernel_shape=[2, 2],
         strides=[2, 2],
     ),
-    *(
-        case(op, shape)
-        for op in ("GlobalAveragePool", "GlobalMaxPool")
-        for shape in [(2, 2, 3, 2), (2, 2, 5)]
-    ),
+    *(case(op, shape) for op in ("GlobalAveragePool", "GlobalMaxPool") for shape in [(2, 2, 3, 2), (2, 2, 5)]),
     *(case("GlobalLpPool", (2, 2, 3, 2), p=p) for p in (1, 2, 3)),
     *(
         case("MaxRoiPool", (2, 2, 6, 5), ROIS_POOLED, constant=(1,), pooled_shape=[2, 3], spatial_scale=s)
@@ -464,9 +437,7 @@ CASES: list[Case] = [
     case("MaxRoiPool", (2, 3, 6, 5), ROIS_POOLED, constant=(1,), pooled_shape=[3, 1]),
     # Sampling.
     *(
-        case(
-            "GridSample", (2, 2, 3, 4), 0.8 * spaced(2, 2, 3, 2), mode=mode, padding_mode=pad, align_corners=n
-        )
+        case("GridSample", (2, 2, 3, 4), 0.8 * spaced(2, 2, 3, 2), mode=mode, padding_mode=pad, align_corners=n)
         for mode in ("linear", "nearest", "cubic")
         for pad in ("zeros", "border", "reflection")
         for n in (0, 1)
@@ -480,9 +451,7 @@ CASES: list[Case] = [
         case("GridSample", (1, 2, 2, 3, 2), 0.7 * spaced(1, 1, 2, 2, 3), mode="linear", padding_mode=pad)
         for pad in ("zeros", "border", "reflection")
     ),
-    case(
-        "GridSample", (1, 2, 5), 0.6 * spaced(1, 4, 1), runtime=False, quirk="ONNX Runtime samples no lines"
-    ),
+    case("GridSample", (1, 2, 5), 0.6 * spaced(1, 4, 1), runtime=False, quirk="ONNX Runtime samples no lines"),
     *(case("AffineGrid", (2, 2, 3), ints(2, 3, 4, 5), align_corners=n) for n in (0, 1)),
     case("AffineGrid", (2, 3, 4), ints(2, 1, 2, 3, 4), fed=True),
     *(
@@ -526,10 +495,7 @@ CASES: list[Case] = [
     ),
     case("DeformConv", (1, 1, 5, 5), (1, 1, 2, 2), 0.3 * spaced(1, 8, 3, 3), dilations=[2, 2]),
     # Normalization.
-    *(
-        case("BatchNormalization", x, (2,), (2,), (2,), positive(2))
-        for x in [(2, 2, 3, 2), (3, 2), (2, 2, 4)]
-    ),
+    *(case("BatchNormalization", x, (2,), (2,), (2,), positive(2)) for x in [(2, 2, 3, 2), (3, 2), (2, 2, 4)]),
     case("BatchNormalization", (2, 2, 3), (2,), (2,), (2,), positive(2), epsilon=0.1),
     case(
         "BatchNormalization",
@@ -557,10 +523,7 @@ CASES: list[Case] = [
         runtime=False,
         quirk=TRAINING,
     ),
-    *(
-        case("LayerNormalization", (2, 3, 4), (4,), (4,), **a)
-        for a in [dict(), dict(axis=2), dict(epsilon=0.1)]
-    ),
+    *(case("LayerNormalization", (2, 3, 4), (4,), (4,), **a) for a in [dict(), dict(axis=2), dict(epsilon=0.1)]),
     case("LayerNormalization", (2, 3, 4), (3, 4), axis=1),
     case("LayerNormalization", (2, 3, 4), (3, 4), (3, 4), axis=-2),
     case(
@@ -576,11 +539,7 @@ CASES: list[Case] = [
     case("InstanceNormalization", (3, 2, 4), (2,), (2,), epsilon=0.1),
     case("LayerNormalization", (2, 3, 4), (4,), (4,), epsilon=0.1, outputs=3),
     case("LayerNormalization", (2, 3, 4), (3, 4), axis=1, outputs=3),
-    *(
-        case(op, (2, 3, 4), **a)
-        for op in ("Softmax", "LogSoftmax")
-        for a in [dict(), dict(axis=1), dict(axis=-3)]
-    ),
+    *(case(op, (2, 3, 4), **a) for op in ("Softmax", "LogSoftmax") for a in [dict(), dict(axis=1), dict(axis=-3)]),
     *(case("LpNormalization", positive(2, 3, 4), axis=axis, p=p) for axis in (-1, 1) for p in (1, 2)),
     *(case("LpNormalization", (2, 3, 4), axis=axis, p=p) for axis in (-1, 0) for p in (1, 2)),
     *(case("LRN", (2, 5, 2, 3), size=n, alpha=0.3, beta=0.6, bias=1.5) for n in (3, 5)),
@@ -596,9 +555,7 @@ CASES: list[Case] = [
             dict(coordinate_transformation_mode="asymmetric"),
         ]
     ),
-    case(
-        "Resize", (1, 2, 3, 4), None, scales(1, 1, 2, 2), constant=(2,), mode="nearest", nearest_mode="floor"
-    ),
+    case("Resize", (1, 2, 3, 4), None, scales(1, 1, 2, 2), constant=(2,), mode="nearest", nearest_mode="floor"),
     *(
         case(
             "Resize",
@@ -703,11 +660,7 @@ CASES: list[Case] = [
     *(reduction(op, make=positive, **a) for op in ("ReduceLogSum", "ReduceLogSumExp") for a in AXES),
     *(case("ReduceProd", np.array([[1.5, 0, 2], [0, 0, 3], [1, 2, 3]]), ints(1), keepdims=k) for k in (0, 1)),
     case("ReduceMean", (2, 3, 2), ints(1), fed=True, once="ONNX infers no rank of it"),
-    *(
-        case(op, TIES, ints(1), keepdims=k, once="equal extremes")
-        for op in ("ReduceMax", "ReduceMin")
-        for k in (0, 1)
-    ),
+    *(case(op, TIES, ints(1), keepdims=k, once="equal extremes") for op in ("ReduceMax", "ReduceMin") for k in (0, 1)),
     case("ReduceMax", TIES, once="equal extremes"),
     *(case("MaxPool", tied(*shape), once="equal extremes", **a) for shape, a in TIED_POOLS),
     *(
@@ -718,11 +671,7 @@ CASES: list[Case] = [
     case("ReduceL2", np.array([[1.5, 0, 2], [0, 0, 0], [-1, 2, 0]]), ints(1), once="a norm of 0"),
     case("ReduceL1", np.array([[1.5, 0, 2], [0, 0, 0], [-1, 2, 0]]), ints(1), once="a norm of 0"),
     case("ReduceLogSumExp", (2, 3, 2), ints(-1)),
-    *(
-        case("CumSum", (2, 3), one(n, np.int64), **a)
-        for n in (0, -1)
-        for a in [dict(), dict(exclusive=1, reverse=1)]
-    ),
+    *(case("CumSum", (2, 3), one(n, np.int64), **a) for n in (0, -1) for a in [dict(), dict(exclusive=1, reverse=1)]),
     *(
         case("CumProd", positive(2, 3), one(1, np.int64), opset=26, runtime=False, quirk=NEW, **a)
         for a in [dict(), dict(exclusive=1, reverse=1)]
@@ -782,9 +731,7 @@ CASES: list[Case] = [
     case("GatherND", (2, 3, 2), ints([2], [0]), batch_dims=1),
     case("TopK", (3, 4), ints(2), outputs=2),
     case("TopK", (3, 4), ints(2), outputs=2, axis=0, largest=0),
-    case(
-        "TopK", (3, 4), ints(3), outputs=2, sorted=0, once="the order is each evaluator's own", runtime=False
-    ),
+    case("TopK", (3, 4), ints(3), outputs=2, sorted=0, once="the order is each evaluator's own", runtime=False),
     case("Unique", (2, 3)),
     case("Unique", (3, 2), axis=0),
     case("Unique", np.array([3.0, 1, 3, 2, 1]), sorted=0, once="equal elements"),
@@ -799,10 +746,7 @@ CASES: list[Case] = [
     case("TensorScatter", (2, 4, 3), (2, 4, 2), ints(1, 0), opset=24, runtime=False, quirk=NEW, axis=-1),
     case("Compress", (3, 4), bools(True, False, True), axis=0),
     case("Compress", (2, 3), bools(True, False, True, False, True)),
-    *(
-        case("ScatterElements", (3, 4), ints([0, 2], [1, 0]), (2, 2), axis=1, reduction=r)
-        for r in ("none", "add")
-    ),
+    *(case("ScatterElements", (3, 4), ints([0, 2], [1, 0]), (2, 2), axis=1, reduction=r) for r in ("none", "add")),
     *(
         case("ScatterElements", (3, 2), ints([0, 2], [0, 1]), 2 * positive(2, 2), reduction=r)
         for r in ("add", "mul", "max", "min")
@@ -817,10 +761,7 @@ CASES: list[Case] = [
         once="zeros",
     ),
     *(case("ScatterND", (3, 4), ints([2], [0]), (2, 4), reduction=r) for r in ("none", "add")),
-    *(
-        case("ScatterND", (3, 2), ints([2, 1], [0, 0]), (2,), reduction=r)
-        for r in ("none", "add", "mul", "max", "min")
-    ),
+    *(case("ScatterND", (3, 2), ints([2, 1], [0, 0]), (2,), reduction=r) for r in ("none", "add", "mul", "max", "min")),
     *(
         case(
             "ScatterElements",
@@ -870,8 +811,7 @@ CASES += reversed(NARROW_INTEGERS.values())
 
 # Operators that stop the gradient, of floating inputs to floating outputs.
 NON_DIFFERENTIABLE: list[Case] = [
-    case(op, (2, 3))
-    for op in ("Ceil", "Floor", "Round", "Sign", "Hardmax", "RandomNormalLike", "RandomUniformLike")
+    case(op, (2, 3)) for op in ("Ceil", "Floor", "Round", "Sign", "Hardmax", "RandomNormalLike", "RandomUniformLike")
 ]
 
 

@@ -86,9 +86,7 @@ def lstm() -> ir.Model:
         b=random.standard_normal((1, 8 * hidden)) / 4,
         out=random.standard_normal((hidden, 2)) / 2,
     )
-    return graphopt.compile(
-        recurrent, loss=passes.MeanSquaredError(), optimizer=passes.Adam(learning_rate=1e-2)
-    )
+    return graphopt.compile(recurrent, loss=passes.MeanSquaredError(), optimizer=passes.Adam(learning_rate=1e-2))
 
 
 def transformer() -> ir.Model:
@@ -211,9 +209,7 @@ def far_positions() -> ir.Model:
     frequencies = (10_000.0 ** (-np.arange(8) / 8)).astype(np.float32)
     network.graph.initializer.append(onnx.numpy_helper.from_array(frequencies[None], "frequencies"))
     parameters = passes.Parameters(["w"])
-    return graphopt.compile(
-        network, parameters=parameters, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)
-    )
+    return graphopt.compile(network, parameters=parameters, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
 
 
 def u_net() -> ir.Model:
@@ -232,9 +228,7 @@ def u_net() -> ir.Model:
         second=random.standard_normal((6, 4, 3, 3)) / 6,
         last=random.standard_normal((1, 10, 3, 3)) / 9,
     )
-    network.graph.initializer.append(
-        onnx.numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "sizes")
-    )
+    network.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "sizes"))
     return graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.Adam(1e-2))
 
 
@@ -349,9 +343,7 @@ def _squares(r: np.random.Generator) -> Batch:
 
 
 # Steps, batches, and how a batch becomes a bad one, after which the loss or the new state is not finite.
-BAD: dict[
-    str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], Batch], Callable[[Batch], Batch]]
-] = {
+BAD: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], Batch], Callable[[Batch], Batch]]] = {
     "NaN": (mlp, GRAPHS["mlp"][1], lambda b: _huge(b, np.nan)),
     "infinity": (cnn, GRAPHS["cnn"][1], lambda b: _huge(b, np.inf)),
     "overflow": (linear_regression, GRAPHS["linear"][1], lambda b: _huge(b, 1e30)),
@@ -461,8 +453,6 @@ def adapted(name: str) -> tuple[ir.Model, dict[str, np.ndarray], list[str]]:
 
 def same_adapters(first: Path, second: Path) -> None:
     """Compare two adapter files of ONNX Runtime."""
-    files = [
-        onnxruntime.AdapterFormat.read_adapter(str(path)) for path in (first, second)
-    ]  # they hold the numbers
+    files = [onnxruntime.AdapterFormat.read_adapter(str(path)) for path in (first, second)]  # they hold the numbers
     found, expected = ({name: x.numpy() for name, x in file.get_parameters().items()} for file in files)
     assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -48,9 +48,7 @@ class Case:
     def model(self) -> onnx.ModelProto:
         given = {name: x for name, x in self.inputs.items() if x is not None}
         names = [name if name in given or name in self.weights else "" for name in self.inputs]
-        node = onnx.helper.make_node(
-            self.op_type, names, self.outputs, "case", domain=self.domain, **self.attributes
-        )
+        node = onnx.helper.make_node(self.op_type, names, self.outputs, "case", domain=self.domain, **self.attributes)
         graph = onnx.helper.make_graph(
             [node],
             "case",
@@ -125,9 +123,7 @@ def group_query(
     names = ("cos", "sin", "positions", "bias", "sink", "k_scale", "v_scale", "q_norm", "k_norm", "counts")
     past = floats(B, of_keys, 0, size) if "counts" in more else None
     given = {name: more.pop(name) for name in names if name in more}
-    qkv = (
-        {"q": np.concatenate([q, k, v], axis=2), "k": None, "v": None} if packed else {"q": q, "k": k, "v": v}
-    )
+    qkv = {"q": np.concatenate([q, k, v], axis=2), "k": None, "v": None} if packed else {"q": q, "k": k, "v": v}
     inputs = {
         **qkv,
         "past_key": past,
@@ -155,14 +151,10 @@ def bnb(kind: int, size: int = 12, outputs: int = 5, block: int = 16) -> Case:
     count = size * outputs
     weights = {"b": bytes_(-(-count // 2)), "absmax": abs(floats(-(-count // block)))}
     attributes = {"K": size, "N": outputs, "block_size": block, "quant_type": kind}
-    return Case(
-        "MatMulBnb4", {"x": floats(2, 4, size), **weights}, attributes, weights, tolerance=2e-5, double=False
-    )
+    return Case("MatMulBnb4", {"x": floats(2, 4, size), **weights}, attributes, weights, tolerance=2e-5, double=False)
 
 
-def n_bits(
-    bits: int, points: str = "", size: int = 40, bias: bool = False, *, act_order: bool = False
-) -> Case:
+def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False, *, act_order: bool = False) -> Case:
     outputs, block, blocks = 3, 16, -(-size // 16)
     packed = -(-blocks * bits // 8)
     zeros = {"packed": bytes_(outputs * packed), "floating": floats(outputs * blocks)}.get(points)
@@ -213,17 +205,13 @@ def causal(shape: tuple[int, ...] = (B, 3, S), size: int = 3, past: bool = False
 def rotary_of_three(shape: tuple[int, ...], **more: Any) -> Case:
     x, cos, sin = floats(*shape), np.cos(floats(12, 4)), np.sin(floats(12, 4))
     inputs = {"x": x, "positions": RNG.integers(0, 12, (3, B, S)), "cos": cos, "sin": sin}
-    return Case(
-        "MRotaryEmbedding", inputs, {"mrope_section": [2, 1, 1], **more}, weights={"cos": cos, "sin": sin}
-    )
+    return Case("MRotaryEmbedding", inputs, {"mrope_section": [2, 1, 1], **more}, weights={"cos": cos, "sin": sin})
 
 
 EXPERTS, INNER = 5, 6
 
 
-def experts(
-    kind: str = "relu", *, k: int = 2, count: int = EXPERTS, biased: bool = True, **more: Any
-) -> Case:
+def experts(kind: str = "relu", *, k: int = 2, count: int = EXPERTS, biased: bool = True, **more: Any) -> Case:
     """MoE of tokens [B,S,D]. Options that are arrays are inputs."""
     fused = 2 if kind == "swiglu" and more.get("swiglu_fusion", 1) else 1
     attributes = {"swiglu_fusion": 1} if kind == "swiglu" else {}
@@ -295,9 +283,7 @@ def product(a: tuple[int, ...], b: tuple[int, ...], **attributes: Any) -> Case:
     return Case("FusedMatMul", {"a": floats(*a), "b": floats(*b)}, attributes)
 
 
-def skip(
-    op_type: str, bias: bool, outputs: tuple[str, ...] = ("y",), shape: tuple[int, ...] = (B, S, D)
-) -> Case:
+def skip(op_type: str, bias: bool, outputs: tuple[str, ...] = ("y",), shape: tuple[int, ...] = (B, S, D)) -> Case:
     inputs: dict[str, Any] = {"x": X, "skip": floats(*shape), "gamma": GAMMA}
     inputs |= {"beta": BETA} if op_type == "SkipLayerNormalization" else {}
     inputs |= {"bias": floats(D)} if bias else {}
@@ -335,16 +321,12 @@ CASES = {
     "layer normalization": Case(
         "LayerNormalization", {"x": X, "gamma": GAMMA, "beta": BETA}, {"epsilon": 1e-3}, domain="", runs=False
     ),
-    "simplified": Case(
-        "SimplifiedLayerNormalization", {"x": X, "gamma": GAMMA}, {"epsilon": 1e-3}, domain=""
-    ),
+    "simplified": Case("SimplifiedLayerNormalization", {"x": X, "gamma": GAMMA}, {"epsilon": 1e-3}, domain=""),
     "skip": skip("SkipLayerNormalization", bias=False),
     "skip, bias and sum": skip("SkipLayerNormalization", bias=True, outputs=("y", "", "", "sum")),
     "skip, one for all rows": skip("SkipLayerNormalization", bias=False, shape=(S, D)),
     "skip simplified": skip("SkipSimplifiedLayerNormalization", bias=False),
-    "skip simplified, bias and sum": skip(
-        "SkipSimplifiedLayerNormalization", bias=True, outputs=("y", "", "", "sum")
-    ),
+    "skip simplified, bias and sum": skip("SkipSimplifiedLayerNormalization", bias=True, outputs=("y", "", "", "sum")),
     "bias softmax": Case(
         "BiasSoftmax",
         {"x": floats(2, 3, 4, 5), "b": floats(2, 1, 1, 5)},
@@ -360,10 +342,7 @@ CASES = {
     "bias dropout": Case("BiasDropout", {"x": X, "b": BETA, "residual": Q}, runs=False),
     "attention": attention(),
     **{f"attention, mask of {name}": attention(mask) for name, mask in MASKS.items()},
-    **{
-        f"attention, causal, mask of {name}": attention(mask, unidirectional=1)
-        for name, mask in MASKS.items()
-    },
+    **{f"attention, causal, mask of {name}": attention(mask, unidirectional=1) for name, mask in MASKS.items()},
     "attention, causal": attention(unidirectional=1, scale=0.3),
     "attention, sizes": Case(
         "Attention",
@@ -417,9 +396,7 @@ CASES = {
     "group query, bias": group_query(bias=floats(B, 4, S, S)),
     "group query, one bias for all, softcap": group_query(bias=floats(1, 1, S, S), softcap=1.5),
     "group query, window": group_query(local_window_size=2),
-    "group query, window, softcap, bias": group_query(
-        local_window_size=3, softcap=3.0, bias=floats(B, 1, S, S)
-    ),
+    "group query, window, softcap, bias": group_query(local_window_size=3, softcap=3.0, bias=floats(B, 1, S, S)),
     "group query, smooth": group_query(smooth_softmax=1),
     "group query, sink": group_query(sink=floats(4)),
     "group query, sink, window": group_query(sink=floats(4), local_window_size=2, softcap=5.0),
@@ -451,9 +428,7 @@ CASES = {
     "packed experts, blocks": packed_experts(4, 32, size=128, k=1),
     "packed experts, blocks, zero points": packed_experts(4, 16, points=True, normalize_routing_weights=1),
     "packed experts, mixed": packed_experts(4, 32, mix=True),
-    "packed experts, mixed, shares": packed_experts(
-        4, mix=True, normalize_routing_weights=1, swiglu_limit=0.5
-    ),
+    "packed experts, mixed, shares": packed_experts(4, mix=True, normalize_routing_weights=1, swiglu_limit=0.5),
     "packed experts, 8 bits": packed_experts(8),
     "packed experts, 8 bits, zero points": packed_experts(8, points=True),
     "packed experts, 2 bits": packed_experts(2, 16),
@@ -488,12 +463,8 @@ CASES = {
         {"a": floats(B, S, 3), "bias": floats(3), "scale": -(floats(3) ** 2), "b": floats(B, S, 3)},
         outputs=("decay", "beta"),
     ),
-    "gate, no rate": Case(
-        "LinearAttentionGate", {"a": floats(B, S, 3), "bias": floats(3), "scale": floats(3)}
-    ),
-    "gated norm": Case(
-        "GatedRMSNorm", {"x": X, "scale": BETA[:4], "gate": Q}, {"epsilon": 1e-3}, {"scale": BETA[:4]}
-    ),
+    "gate, no rate": Case("LinearAttentionGate", {"a": floats(B, S, 3), "bias": floats(3), "scale": floats(3)}),
+    "gated norm": Case("GatedRMSNorm", {"x": X, "scale": BETA[:4], "gate": Q}, {"epsilon": 1e-3}, {"scale": BETA[:4]}),
     "gated norm, sigmoid": Case(
         "GatedRMSNorm", {"x": X, "scale": GAMMA, "gate": Q}, {"activation": "sigmoid"}, {"scale": GAMMA}
     ),
@@ -501,9 +472,7 @@ CASES = {
     "rotary of three": rotary_of_three((B, N, S, 8)),
     "rotary of three, alternating": rotary_of_three((B, S, 16), mrope_layout=1, num_heads=2),
     "rotary of three, neighbours": rotary_of_three((B, N, S, 8), interleaved=1),
-    "rotary of three, part of a head": rotary_of_three(
-        (B, S, 24), num_heads=2, rotary_embedding_dim=8, mrope_layout=1
-    ),
+    "rotary of three, part of a head": rotary_of_three((B, S, 24), num_heads=2, rotary_embedding_dim=8, mrope_layout=1),
     "embedding": embedding(segments=True, mask=MASKS["rows"]),
     "embedding, positions": embedding(segments=True, positions=ints([0, 1, 1, 2, 3], [4, 3, 2, 1, 0])),
     "embedding, no segments": embedding(segments=False),
@@ -525,9 +494,7 @@ GAPS[1, 2] = GAPS[4, 0] = np.nan
 
 CLASSICAL = {
     "regressor": classical("LinearRegressor", F, coefficients=ROW, intercepts=[0.5]),
-    "regressor, several": classical(
-        "LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3
-    ),
+    "regressor, several": classical("LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3),
     "regressor, no intercepts": classical("LinearRegressor", F, coefficients=ROWS, targets=3),
     "regressor, softmax": classical(
         "LinearRegressor", F, coefficients=ROWS, intercepts=INTERCEPTS, targets=3, post_transform="SOFTMAX"

@@ -18,9 +18,7 @@ from graphopt.errors import GraphoptError
 
 FOLDER = Path(__file__).parent / "listings"
 CALL = ">>> "
-LONG = re.compile(
-    r"((?:known: |option of \w+, )(?:[\w.]+, ){2})(?:[\w.]+, ){3,}"
-)  # lists that grow with each new name
+LONG = re.compile(r"((?:known: |option of \w+, )(?:[\w.]+, ){2})(?:[\w.]+, ){3,}")  # lists that grow with each new name
 OWN_FOLDER = re.compile(r"/\S*/pytest-\d+/[^/\s]+")  # of a test: pytest's tmp_path
 
 

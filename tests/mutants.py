@@ -64,9 +64,7 @@ class Mutant:
         """
         text = (ROOT / self.path).read_text()
         if text.count(self.old) != 1:
-            raise ValueError(
-                f"{self.file}: expected {self.old!r} once, found it {text.count(self.old)} times"
-            )
+            raise ValueError(f"{self.file}: expected {self.old!r} once, found it {text.count(self.old)} times")
         return text.replace(self.old, self.new)
 
 
@@ -352,20 +350,14 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
     lines = report.read_text().splitlines()
     if process.exitcode not in (0, 1):
         raise ValueError(f"{mutant}: {lines[-20:]}")
-    return (
-        next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "?")
-        if process.exitcode
-        else None
-    )
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "?") if process.exitcode else None
 
 
 def run_pytest(folder: str, arguments: list[str], report: str, variables: Mapping[str, str]) -> None:
     """Run tests of a copy of the tree in this process, and end it with pytest's exit status."""
     os.chdir(folder)
     os.environ.update(variables)
-    os.environ["XDG_CACHE_HOME"] = str(
-        Path(folder, "cache")
-    )  # compiled kernels, by a digest that may lack a change
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder, "cache"))  # compiled kernels, by a digest that may lack a change
     sys.path.insert(0, folder)
     with open(report, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         import pytest

@@ -92,9 +92,7 @@ class Case:
         node = next(node for node in self.model.graph.node if node.op_type == self.op_type)
         schema = onnx.defs.get_schema(self.op_type, self.model.opset_import[0].version)
         names = FIXED_INPUTS.get(self.op_type, set())
-        return {
-            x for x, formal in zip(node.input, schema.inputs, strict=False) if formal.name.lower() in names
-        }
+        return {x for x, formal in zip(node.input, schema.inputs, strict=False) if formal.name.lower() in names}
 
     def at_a_point(self) -> tuple[onnx.ModelProto, NamedArrays]:
         """Return the model to differentiate and the point at which to differentiate it."""
@@ -157,9 +155,7 @@ def source_refusal(case: Case, gradient: GradientSource) -> str:
     """Return who refuses a gradient and why, or how it differs from that of the rules, or ""."""
     if case.op_type in FATAL:
         return "runtime: onnxruntime 1.19 ends the process on it"
-    return attempt(
-        lambda: check_sources(case.at_a_point()[0], case.at_a_point()[1], gradient, case.fixed_inputs)
-    )
+    return attempt(lambda: check_sources(case.at_a_point()[0], case.at_a_point()[1], gradient, case.fixed_inputs))
 
 
 def attempt(check: Callable[[], object]) -> str:
@@ -204,9 +200,7 @@ def check_runtime(case: Case, gradients: NamedArrays) -> None:
             raise GraphoptError(f"ONNX Runtime's gradient differs by {error:.1e}")
 
 
-def check_sources(
-    source: Source, point: NamedArrays, gradient: GradientSource, fixed: Collection[str] = ()
-) -> None:
+def check_sources(source: Source, point: NamedArrays, gradient: GradientSource, fixed: Collection[str] = ()) -> None:
     """Compare the float32 gradients of two passes for each input separately, to 1e-5 of the largest.
 
     If float32 itself differs that much from float64, compare with float64 gradients.
@@ -228,9 +222,7 @@ def check_sources(
         raise GraphoptError("; ".join(lines))
 
 
-def _check_source(
-    model: ir.Model, point: NamedArrays, seeds: NamedArrays, gradient: GradientSource, name: str
-) -> None:
+def _check_source(model: ir.Model, point: NamedArrays, seeds: NamedArrays, gradient: GradientSource, name: str) -> None:
     with _said_by(type(gradient).__name__):
         theirs = gradient_model(model, gradient, [name])
     with _said_by("Gradient"):
@@ -264,9 +256,7 @@ def _said_by(who: str) -> Iterator[None]:
     try:
         yield
     except NoGradient as error:
-        raise GraphoptError(
-            f"{who}: {'; '.join(f'{x.op_type}: {x.reason}' for x in error.operators)}"
-        ) from error
+        raise GraphoptError(f"{who}: {'; '.join(f'{x.op_type}: {x.reason}' for x in error.operators)}") from error
     except Exception as error:
         raise GraphoptError(f"{who}: {' '.join(str(error).split()).removeprefix(f'{who}: ')}") from error
 
@@ -281,9 +271,7 @@ def _moved(case: Case, model: onnx.ModelProto) -> NamedArrays:
             continue
         if is_floating_array(x) and name not in case.fixed_inputs:
             move = random.uniform(0.002, 0.02, x.shape)
-            x = np.where(x == 0, 10 * move, x * (1.1 + move if case.op_type in ABOVE else 1 - move)).astype(
-                x.dtype
-            )
+            x = np.where(x == 0, 10 * move, x * (1.1 + move if case.op_type in ABOVE else 1 - move)).astype(x.dtype)
         point[name] = x
     return point
 
@@ -351,9 +339,7 @@ def _total(refusals: Collection[str], by_operator: Collection[Collection[str]]) 
 
 def main(oracle: Oracle | None = None) -> None:
     """Print the table; compare with the oracle if given, otherwise with finite differences."""
-    parser = argparse.ArgumentParser(
-        prog="python tests/onnx_node_tests.py", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python tests/onnx_node_tests.py", description=__doc__.splitlines()[0])
     parser.add_argument("operator", nargs="*", help="these operators alone")
     parser.add_argument(
         "--runtime",

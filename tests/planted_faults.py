@@ -46,9 +46,7 @@ def _faulty(content: bytes, name: str) -> Iterator[tuple[str, bytes]]:
     numbers = [
         i
         for i, node in enumerate(model.graph.node)
-        if node.op_type in _COMPUTES
-        and node.output[0] not in given
-        and types.get(node.output[0]) == ir.DataType.FLOAT
+        if node.op_type in _COMPUTES and node.output[0] not in given and types.get(node.output[0]) == ir.DataType.FLOAT
     ]
     kinds = sorted({model.graph.node[i].op_type for i in numbers})
     draw = random.Random(name)

@@ -381,9 +381,7 @@ def stale(**other: Any) -> Edit:
         for node in list(step.graph):
             y = node.outputs[0]
             if GRADIENT_OF.read(y) in other:
-                step.graph.insert_after(
-                    node, scaled := ir.node("Mul", [y, _number(step, other[GRADIENT_OF.read(y)])])
-                )
+                step.graph.insert_after(node, scaled := ir.node("Mul", [y, _number(step, other[GRADIENT_OF.read(y)])]))
                 new = scaled.outputs[0]
                 new.type, new.shape, new.name = y.type, y.shape, f"{y.name}.stale"
                 for user, index in list(y.uses()):

@@ -80,9 +80,7 @@ class PosedBinding(collection.IOBinding):
 
     def get_outputs(self) -> list[Any]:
         places = (place if isinstance(place, str) else place.on for place in self.outputs.values())
-        return [
-            PosedValue(x._ortvalue).placed(on) for x, on in zip(super().get_outputs(), places, strict=True)
-        ]
+        return [PosedValue(x._ortvalue).placed(on) for x, on in zip(super().get_outputs(), places, strict=True)]
 
 
 class PosedSession(onnxruntime.InferenceSession):

@@ -25,9 +25,7 @@ Size = int | str
 UNARY = {
     **dict.fromkeys(("Abs", "Neg", "Sign", "Identity"), ({}, {})),
     **dict.fromkeys(("Ceil", "Floor", "Round", "Reciprocal", "Relu", "Softsign", "Sqrt"), ({},)),
-    **dict.fromkeys(
-        ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan"), ({},)
-    ),
+    **dict.fromkeys(("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan"), ({},)),
     **dict.fromkeys(("Erf", "Exp", "HardSwish", "Log", "Mish", "Sigmoid", "Softplus", "Tanh"), ({},)),
     "Celu": ({"alpha": 1.0}, {"alpha": 0.7}),
     "Elu": ({"alpha": 1.0}, {"alpha": 0.7}),
@@ -181,8 +179,7 @@ class Part:
         self, op_type: str, inputs: Sequence[str], *outputs: tuple[int, Sequence[Size]], **attributes: Any
     ) -> Value:
         values = [
-            Value(f"{self.prefix}y{len(self.nodes)}_{i}", dtype, tuple(dims))
-            for i, (dtype, dims) in enumerate(outputs)
+            Value(f"{self.prefix}y{len(self.nodes)}_{i}", dtype, tuple(dims)) for i, (dtype, dims) in enumerate(outputs)
         ]
         self.nodes.append(helper.make_node(op_type, inputs, [y.name for y in values], **attributes))
         self.used.update(inputs)
@@ -268,9 +265,7 @@ class Part:
     def is_inf(self) -> None:
         x = self.pick(self.floating)
         options = (
-            {}
-            if self.chance()
-            else {"detect_positive": int(self.chance()), "detect_negative": int(self.chance())}
+            {} if self.chance() else {"detect_positive": int(self.chance()), "detect_negative": int(self.chance())}
         )
         self.add("IsInf", [x.name], (BOOL, x.dims), **options)
 
@@ -320,9 +315,7 @@ class Part:
     def reduction(self) -> None:
         x = self.pick(self.floating, where=lambda x: len(x.dims) > 0)
         rank = len(x.dims)
-        if not rank or (
-            self.opset < 23 and not self.never_empty(x.dims)
-        ):  # onnxruntime 1.19 gives it a wrong shape
+        if not rank or (self.opset < 23 and not self.never_empty(x.dims)):  # onnxruntime 1.19 gives it a wrong shape
             return
         kind = int(self.r.integers(0, 6))
         if kind <= 2:
@@ -353,9 +346,7 @@ class Part:
         ones = [p for p, d in enumerate(x.dims) if d == 1]
         if ones and self.chance():
             p = self.one_of(ones)
-            self.add(
-                "Squeeze", [x.name, self.constant(np.array([p]))], (x.dtype, [*x.dims[:p], *x.dims[p + 1 :]])
-            )
+            self.add("Squeeze", [x.name, self.constant(np.array([p]))], (x.dtype, [*x.dims[:p], *x.dims[p + 1 :]]))
         elif len(x.dims) < 5:
             p = int(self.r.integers(0, len(x.dims) + 1))
             dims = [*x.dims[:p], 1, *x.dims[p:]]
@@ -421,9 +412,7 @@ class Graph:
         return model_of(nodes, inputs, outputs, infos, self.constants(), self.opset)
 
     def constants(self) -> dict[str, np.ndarray]:
-        return {
-            name: array for part in self.parts for name, array in part.constants.items() if name in part.used
-        }
+        return {name: array for part in self.parts for name, array in part.constants.items() if name in part.used}
 
     def apart(self) -> onnx.ModelProto:
         """Return a model with the same nodes, each of which reads inputs of its own: `NODE.INDEX`."""

@@ -77,9 +77,7 @@ class Growing:
     def dims(self, name: str, dynamic: bool) -> list[Any]:
         return [f"{name}_{axis}" if dynamic else size for axis, size in enumerate(self.shape(name))]
 
-    def pick(
-        self, low: int = 0, high: int = 4, where: Callable[[torch.Tensor], bool] = lambda x: True
-    ) -> str:
+    def pick(self, low: int = 0, high: int = 4, where: Callable[[torch.Tensor], bool] = lambda x: True) -> str:
         """Return a value of a rank in a range, that was there or, sometimes or where there is none, a new input."""
         there = [x for x in self.floating if low <= self.values[x].dim() <= high and where(self.values[x])]
         if there and self.chance(0.85):
@@ -106,9 +104,7 @@ class Growing:
         if "body" in given or "then_branch" in given:
             given |= {"outer": dict(self.values), "version": OPSET}
         with np.errstate(all="ignore"):
-            found = torch_oracle.OPERATORS[op_type](
-                *args, node=node, **(defaults("", op_type, OPSET) | given)
-            )
+            found = torch_oracle.OPERATORS[op_type](*args, node=node, **(defaults("", op_type, OPSET) | given))
         results = list(found) if isinstance(found, tuple | list) else [found]
         for y in results[:outputs]:
             largest = 300.0 if op_type == "QuantizeLinear" else LARGEST
@@ -162,10 +158,7 @@ class Growing:
             self.nodes,
             "random",
             inputs,
-            [
-                helper.make_tensor_value_info(y, onnx.TensorProto.FLOAT, self.dims(y, dynamic))
-                for y in outputs
-            ],
+            [helper.make_tensor_value_info(y, onnx.TensorProto.FLOAT, self.dims(y, dynamic)) for y in outputs],
             [onnx.numpy_helper.from_array(x, name) for name, x in self.constants.items()],
         )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
@@ -297,9 +290,7 @@ def cast(g: Growing, op_type: str) -> None:
     if op_type == "OptionalGetElement":  # ONNX Runtime has no kernel for tensors
         raise Rejected
     x = g.pick()
-    g.add(
-        op_type, [x, g.pick()] if op_type == "CastLike" else [x], **({"to": 1} if op_type == "Cast" else {})
-    )
+    g.add(op_type, [x, g.pick()] if op_type == "CastLike" else [x], **({"to": 1} if op_type == "Cast" else {}))
 
 
 @maker("Dropout")
@@ -323,16 +314,12 @@ def gemm(g: Growing, op_type: str) -> None:
     w = g.new([columns, inner] if b else [inner, columns], fixed=True)
     c = [g.new(g.one_of([[columns], [1], [rows, columns], [rows, 1], [1, columns]]), fixed=True)]
     factors = {"alpha": float(g.r.uniform(0.3, 1.5)), "beta": float(g.r.uniform(0.3, 1.5))}
-    g.add(
-        op_type, [x, w, *(c if g.chance(0.7) else [])], transA=a, transB=b, **(factors if g.chance() else {})
-    )
+    g.add(op_type, [x, w, *(c if g.chance(0.7) else [])], transA=a, transB=b, **(factors if g.chance() else {}))
 
 
 @maker("Einsum")
 def einsum(g: Growing, op_type: str) -> None:
-    equation = g.one_of(
-        ["ab,bc->ac", "ab,bc->ca", "ab,cb", "...b,bc->...c", "...b,bc", "ab->ba", "ab->a", "...a->..."]
-    )
+    equation = g.one_of(["ab,bc->ac", "ab,bc->ca", "ab,cb", "...b,bc->...c", "...b,bc", "ab->ba", "ab->a", "...a->..."])
     x = g.pick(2, 3 if "..." in equation else 2)
     size, n = g.shape(x)[-1], g.number(1, 3)
     second = [n, size] if equation == "ab,cb" else [size, n]
@@ -362,9 +349,7 @@ def padding(g: Growing, kernel: Sequence[int], automatic: bool = True) -> dict[s
     return {"pads": [g.number(0, k - 1) for k in [*kernel, *kernel]]} if g.chance(0.7) else {}
 
 
-def image(
-    g: Growing, channels: int | None = None, low: int = 3, high: int = 6, distinct: bool = False
-) -> str:
+def image(g: Growing, channels: int | None = None, low: int = 3, high: int = 6, distinct: bool = False) -> str:
     """Return a value with a batch, channels and one or two spatial axes."""
     there = [
         x
@@ -376,9 +361,7 @@ def image(
     there = [x for x in there if not distinct or gap(g.values[x]) > 1e-3]
     if there and g.chance(0.8):
         return g.one_of(there)
-    return g.new(
-        [g.number(1, 2), channels or g.number(1, 3), *(g.number(low, high) for _ in range(g.number(1, 2)))]
-    )
+    return g.new([g.number(1, 2), channels or g.number(1, 3), *(g.number(low, high) for _ in range(g.number(1, 2)))])
 
 
 @maker("Conv")
@@ -417,9 +400,7 @@ def pool(g: Growing, op_type: str) -> None:
     x = image(g, distinct=op_type == "MaxPool")
     kernel = [g.number(1, 3) for _ in g.shape(x)[2:]]
     given = (
-        geometry(g, g.shape(x)[2:], kernel)
-        if op_type == "MaxPool"
-        else {"strides": [g.number(1, 2) for _ in kernel]}
+        geometry(g, g.shape(x)[2:], kernel) if op_type == "MaxPool" else {"strides": [g.number(1, 2) for _ in kernel]}
     )
     if op_type == "MaxPool" and g.chance():  # windows side by side
         given = {"strides": kernel}
@@ -470,9 +451,7 @@ def affine_grid(g: Growing, op_type: str) -> None:
 def resize(g: Growing, op_type: str) -> None:
     x = image(g, low=2)
     mode = g.one_of(["linear", "nearest"] if len(g.shape(x)) == 3 else ["linear", "nearest", "cubic"])
-    how = (
-        {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"} if mode == "nearest" else {}
-    )
+    how = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"} if mode == "nearest" else {}
     if mode != "nearest" and g.chance():
         how = {"coordinate_transformation_mode": "align_corners"}
     sizes = [*g.shape(x)[:2], *(g.number(n, 2 * n) for n in g.shape(x)[2:])]
@@ -499,9 +478,7 @@ def layer_normalization(g: Growing, op_type: str) -> None:
 @maker("InstanceNormalization")
 def instance_normalization(g: Growing, op_type: str) -> None:
     x = image(g)
-    g.add(
-        op_type, [x, *(g.new([g.shape(x)[1]], fixed=True) for _ in range(2))], epsilon=g.one_of([1e-2, 0.1])
-    )
+    g.add(op_type, [x, *(g.new([g.shape(x)[1]], fixed=True) for _ in range(2))], epsilon=g.one_of([1e-2, 0.1]))
 
 
 @maker("Softmax", "LogSoftmax")
@@ -632,9 +609,7 @@ def concat(g: Growing, op_type: str) -> None:
     others = []
     for _ in range(g.number(0, 2)):
         others.append(g.new([*shape[:axis], g.number(1, 3), *shape[axis + 1 :]]))
-    g.add(
-        op_type, [x, *others, *([x] if g.chance(0.3) else [])], axis=axis - (len(shape) if g.chance() else 0)
-    )
+    g.add(op_type, [x, *others, *([x] if g.chance(0.3) else [])], axis=axis - (len(shape) if g.chance() else 0))
 
 
 @maker("Split")

@@ -95,9 +95,7 @@ def main() -> None:
             if not said:
                 found = np.load(f"{path}.out.npz")
                 errors = {
-                    key: error_of(found[f"{i}/{key}"], y)
-                    for i, ys in enumerate(expected)
-                    for key, y in ys.items()
+                    key: error_of(found[f"{i}/{key}"], y) for i, ys in enumerate(expected) for key, y in ys.items()
                 }
                 wrong = {key: f"{e:.1e}" for key, e in errors.items() if e > 5e-5 and not is_noise(name, key)}
                 kind, said = ("wrong", str(wrong)) if wrong else ("fine", "")

@@ -25,9 +25,7 @@ Arrays = Mapping[str, np.ndarray]
 
 def compiled(model: Any, **steps: Any) -> ir.Model:
     """Return a training graph, of the mean squared error and plain descent at 0.1 unless `steps` says otherwise."""
-    return graphopt.compile(
-        model, **{"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), **steps}
-    )
+    return graphopt.compile(model, **{"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), **steps})
 
 
 def executor(model: Any, **options: Any) -> graphopt.Executor:
@@ -42,9 +40,7 @@ def losses(executor: graphopt.Executor, feeds: Arrays | Sequence[Arrays], count:
     return [float(executor.step(batch)["loss"]) for _ in range(count) for batch in batches]
 
 
-def trained(
-    model: Any, feeds: Arrays | Sequence[Arrays], count: int = 1, **options: Any
-) -> graphopt.Executor:
+def trained(model: Any, feeds: Arrays | Sequence[Arrays], count: int = 1, **options: Any) -> graphopt.Executor:
     """Return an executor, as `executor` does, that has trained on a batch, or on each of several, `count` times."""
     own = executor(model, **options)
     losses(own, feeds, count)

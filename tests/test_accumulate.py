@@ -41,9 +41,7 @@ def test_four_quarters_of_a_batch_are_a_batch():
 
 @pytest.mark.slow
 def test_steps_are_updates_and_batches_are_counted_apart_after_load_too(tmp_path):
-    parts = graphopt.Executor(
-        graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)), steps_per_call=3
-    )
+    parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)), steps_per_call=3)
     parts.run(quarters() + quarters()[:2])
     assert (parts.steps, parts.batches) == (parts.state["step"], 6) == (1, 6)
     parts.save(tmp_path / "state.safetensors")
@@ -73,9 +71,7 @@ def test_gradients_add_up_until_the_update_is_asked_for():
 
 def test_a_sum_of_gradients_is_as_many_times_the_mean():
     steps = {"loss": passes.MeanSquaredError()}
-    sums = graphopt.compile(
-        mlp(), **steps, optimizer=passes.SGD(0.01), accumulate=passes.Accumulate(4, mean=False)
-    )
+    sums = graphopt.compile(mlp(), **steps, optimizer=passes.SGD(0.01), accumulate=passes.Accumulate(4, mean=False))
     means = graphopt.compile(mlp(), **steps, optimizer=passes.SGD(0.04), accumulate=passes.Accumulate(4))
     executors = [graphopt.Executor(step) for step in (sums, means)]
     for quarter in quarters():
@@ -121,9 +117,7 @@ def test_what_is_wrong_is_said():
     with pytest.raises(graphopt.GraphoptError, match="run the optimizer first"):
         graphopt.compile(mlp(), loss=passes.MeanSquaredError(), accumulate=passes.Accumulate())
     executor = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected a graph that accumulates gradients, found none"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected a graph that accumulates gradients, found none"):
         executor.reset_gradients()
 
 
@@ -152,9 +146,7 @@ def test_a_graph_without_the_owners_of_slots_accumulates_as_before():
     executor = graphopt.Executor(without_owners(step))
     executor.step(quarters()[0])
     executor.reset_gradients()
-    assert not any(
-        array.any() for name, array in executor.state.items() if name.rpartition(".")[2] == "accumulated"
-    )
+    assert not any(array.any() for name, array in executor.state.items() if name.rpartition(".")[2] == "accumulated")
 
 
 def without_owners(step):

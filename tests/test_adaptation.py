@@ -39,11 +39,7 @@ TENT = {
 @pytest.mark.parametrize("form", ["logits", "probabilities"])
 def test_entropies_and_predictions_are_those_of_tent(form: str) -> None:
     """As DequanNet/tent adapts: statistics of the batch, scales and biases alone, one step, the earlier prediction."""
-    text = (
-        NETWORK
-        if form == "logits"
-        else NETWORK.replace("y = MatMul(h, w)", "z = MatMul(h, w) y = Softmax(z)")
-    )
+    text = NETWORK if form == "logits" else NETWORK.replace("y = MatMul(h, w)", "z = MatMul(h, w) y = Softmax(z)")
     options = {**TENT, "loss": passes.Entropy(from_logits=form == "logits"), "optimizer": passes.Adam(0.01)}
     executor = graphopt.Executor(graphopt.compile(model(text, **WEIGHTS), **options), report=["loss", "y"])
     assert sorted(executor.parameters) == ["bias", "scale"]
@@ -72,9 +68,7 @@ def test_what_no_named_operator_reads_does_not_train() -> None:
         )
 
 
-def test_the_recipe_adapts_a_file_and_leaves_targets_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_adapts_a_file_and_leaves_targets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     graphopt.save(model(NETWORK, **WEIGHTS), "network.onnx")
     np.savez("shifted.npz", x=BATCHES.reshape(-1, 6), target=np.zeros(640, np.int64))
@@ -82,9 +76,7 @@ def test_the_recipe_adapts_a_file_and_leaves_targets_out(
     assert cli.main([*words, "folder=run", "quiet=true", "executor.native=false"]) == 0
     adapted = graphopt.load("run/trained.onnx").graph.initializers
     changed = {
-        n
-        for n, x in adapted.items()
-        if n in WEIGHTS and np.abs(x.const_value.numpy() - WEIGHTS[n]).max() > 1e-4
+        n for n, x in adapted.items() if n in WEIGHTS and np.abs(x.const_value.numpy() - WEIGHTS[n]).max() > 1e-4
     }
     assert changed == {"scale", "bias", "mean", "var"}
     optimizer = passes.Adam(0.001)
@@ -94,18 +86,12 @@ def test_the_recipe_adapts_a_file_and_leaves_targets_out(
     expected: ir.Model = graphopt.load(executor.trained())
     for name in changed:
         ours = adapted[name].const_value.numpy()
-        np.testing.assert_allclose(
-            ours, expected.graph.initializers[name].const_value.numpy(), rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(ours, expected.graph.initializers[name].const_value.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_replay_draws_earlier_rows_without_repetition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_draws_earlier_rows_without_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    new, earlier = (
-        {"x": np.arange(100.0)[:, None] + k, "target": np.full(100, k > 0, np.int64)} for k in (0, 1000)
-    )
+    new, earlier = ({"x": np.arange(100.0)[:, None] + k, "target": np.full(100, k > 0, np.int64)} for k in (0, 1000))
     np.savez("new.npz", **new)
     np.savez("earlier.npz", **earlier)
     both = replay("new.npz", "earlier.npz", share=0.3)

@@ -116,12 +116,8 @@ NETWORKS: dict[str, tuple[str, dict[str, np.ndarray], Mapping[str, Any]]] = {
 }
 
 
-def trained(
-    proto: onnx.ModelProto, adapter: Any, feeds: Mapping[str, Any], steps: int = 4
-) -> graphopt.Executor:
-    step = graphopt.compile(
-        proto, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05)
-    )
+def trained(proto: onnx.ModelProto, adapter: Any, feeds: Mapping[str, Any], steps: int = 4) -> graphopt.Executor:
+    step = graphopt.compile(proto, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
     executor = graphopt.Executor(step)
     target = np.zeros_like(executor.predict(feeds)["y"])
     for _ in range(steps):
@@ -148,9 +144,7 @@ def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tm
 
     slots = executor.trained(into=proto, adapters="slots")
     onnx.checker.check_model(slots)
-    np.testing.assert_allclose(
-        with_adapter(slots, None, feeds), plain, rtol=0 if not dora else 1e-6, atol=1e-6
-    )
+    np.testing.assert_allclose(with_adapter(slots, None, feeds), plain, rtol=0 if not dora else 1e-6, atol=1e-6)
     path = tmp_path / "a.onnx_adapter"
     graphopt.save_adapter(executor, path)
     np.testing.assert_allclose(with_adapter(slots, path, feeds), expected, **close)
@@ -195,9 +189,7 @@ def test_a_product_in_a_body_has_a_slot(dora: bool, tmp_path: Path) -> None:
     onnx.checker.check_model(slots, full_check=True)
     np.testing.assert_allclose(with_adapter(slots, None, feeds), plain, rtol=1e-5, atol=1e-5)
     graphopt.save_adapter(executor, tmp_path / "a.onnx_adapter")
-    np.testing.assert_allclose(
-        with_adapter(slots, tmp_path / "a.onnx_adapter", feeds), expected, rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(with_adapter(slots, tmp_path / "a.onnx_adapter", feeds), expected, rtol=1e-5, atol=1e-5)
 
 
 def in_halves(name: str, stored: np.dtype, computes: str) -> tuple[onnx.ModelProto, dict[str, Any]]:
@@ -227,9 +219,7 @@ def in_halves(name: str, stored: np.dtype, computes: str) -> tuple[onnx.ModelPro
         *((name, np.dtype(ml_dtypes.bfloat16), "float") for name in ("MatMul", "Gemm", "Conv")),
     ],
 )
-def test_adapters_of_models_of_16_bits(
-    name: str, stored: np.dtype, computes: str, dora: bool, tmp_path: Path
-) -> None:
+def test_adapters_of_models_of_16_bits(name: str, stored: np.dtype, computes: str, dora: bool, tmp_path: Path) -> None:
     """ONNX Runtime's outputs with the adapter in a slot, and after each way back, are those of the executor."""
     proto, feeds = in_halves(name, stored, computes)
     adapter = passes.LoRA("w*", rank=2, dora=dora)
@@ -260,9 +250,7 @@ def test_an_adapter_file_keeps_the_type_of_its_numbers(dtype: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize(
-    "name", [name for name in NETWORKS if name not in ("ConvTranspose", "LSTM", "Conv, groups")]
-)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in ("ConvTranspose", "LSTM", "Conv, groups")])
 def test_a_folder_of_peft_is_read_as_it_was_written(name: str, dora: bool, tmp_path: Path) -> None:
     text, weights, feeds = NETWORKS[name]
     proto = model(text, **weights)
@@ -331,9 +319,7 @@ def test_names_of_modules() -> None:
     assert matched("a", ["m.x.q"], ["x.q"]) == {"m.x.q": "x.q"}
     with pytest.raises(graphopt.GraphoptError, match=r"'y.q' that it lacks; it has 'm.x.q'"):
         matched("a", ["x.q", "y.q"], ["m.x.q"])
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"found 'pooler.d' that it lacks; .*leave_out='pooler.d'"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"found 'pooler.d' that it lacks; .*leave_out='pooler.d'"):
         matched("a", ["pooler.d", "x.q", "x.k"], ["m.x.q", "m.x.k"])
 
 
@@ -484,9 +470,7 @@ def test_no_path_in_a_config_is_followed(folder: Path, monkeypatch: pytest.Monke
         trained(proto, passes.LoRA.load(folder), X, steps=0)  # which the cache keeps
         opened: list[str] = []
         real = Path.open
-        monkeypatch.setattr(
-            Path, "open", lambda self, *a, **k: opened.append(str(self)) or real(self, *a, **k)
-        )
+        monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(str(self)) or real(self, *a, **k))
         trained(proto, passes.LoRA.load(folder), X, steps=0)
     of_machine = ("/proc/", "/sys/")
     assert not [path for path in opened if str(folder) not in path and not path.startswith(of_machine)]
@@ -529,9 +513,7 @@ def test_mistakes_of_a_call(tmp_path: Path) -> None:
             form="peft",
             names={"*": 5},  # type: ignore[dict-item]
         ),
-        "expected none for an adapter file": lambda: graphopt.save_adapter(
-            executor, tmp_path / "a", names={"*": "*"}
-        ),
+        "expected none for an adapter file": lambda: graphopt.save_adapter(executor, tmp_path / "a", names={"*": "*"}),
         "with the weight 'w'": lambda: executor.trained(
             into=model("g (float[N,8] x) => (float[N,6] y) { y = MatMul(x, v) }", v=weights["w"]),
             adapters="slots",
@@ -540,9 +522,7 @@ def test_mistakes_of_a_call(tmp_path: Path) -> None:
             into=executor.trained(into=proto, adapters="slots"), adapters="slots"
         ),
         "training graph with adapters": lambda: graphopt.save_adapter(
-            graphopt.Executor(
-                graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-            ),
+            graphopt.Executor(graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))),
             tmp_path / "a",
         ),
     }
@@ -573,9 +553,7 @@ def test_a_file_with_adapters_takes_others(form: str) -> None:
     np.testing.assert_allclose(again.predict(feeds)["y"], expected, rtol=1e-6, atol=1e-6)
     assert again.step({**feeds, "target": np.zeros((3, 16), np.float32)})["loss"] > 0
     merged = again.trained(into=adapted) if form == "slots" else again.trained()
-    np.testing.assert_allclose(
-        graphopt.run(merged, feeds)["y"], again.predict(feeds)["y"], rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(graphopt.run(merged, feeds)["y"], again.predict(feeds)["y"], rtol=1e-5, atol=1e-5)
 
 
 def test_notes_survive_saving(tmp_path: Path) -> None:
@@ -620,9 +598,7 @@ def test_a_checkpoint_has_adapters_alone_and_knows_their_base(tmp_path: Path) ->
     (state,) = (tmp_path / "run").glob("step-*/state.safetensors")
     assert state.stat().st_size < 8_000
     with pytest.raises(graphopt.GraphoptError, match="that of another training graph"):
-        graphopt.fit(
-            other, data, epochs=2, batch_size=4, checkpoint=tmp_path / "run", resume=True, verbose=False
-        )
+        graphopt.fit(other, data, epochs=2, batch_size=4, checkpoint=tmp_path / "run", resume=True, verbose=False)
 
 
 @needs_files
@@ -682,9 +658,7 @@ def test_a_module_that_no_output_needs_is_left_out(tmp_path: Path) -> None:
     safetensors.numpy.save_file({**pooler, **tensors}, path)
     with pytest.raises(graphopt.GraphoptError, match=r"leave_out='pooler.dense'"):
         trained(model(text, **weights), passes.LoRA.load(tmp_path / "a"), feeds, steps=0)
-    again = trained(
-        model(text, **weights), passes.LoRA.load(tmp_path / "a", leave_out="pooler.*"), feeds, steps=0
-    )
+    again = trained(model(text, **weights), passes.LoRA.load(tmp_path / "a", leave_out="pooler.*"), feeds, steps=0)
     np.testing.assert_allclose(again.predict(feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6)
 
 
@@ -733,9 +707,7 @@ OF_TYPES = {
 @needs_files
 @pytest.mark.parametrize("kind", OF_TYPES)
 @pytest.mark.parametrize("parts", [None, {"q": 8, "k": 4, "v": 4}], ids=["whole", "parts"])
-def test_modules_of_a_builder_s_file_have_the_rows_of_its_weights(
-    kind: str, parts: Any, tmp_path: Path
-) -> None:
+def test_modules_of_a_builder_s_file_have_the_rows_of_its_weights(kind: str, parts: Any, tmp_path: Path) -> None:
     path = built(tmp_path, kind)
     adapters = [passes.LoRA("*qkv*", rank=2, parts=parts), passes.LoRA("*mlp*", rank=2)]
     executor = graphopt.Executor(

@@ -148,9 +148,7 @@ def test_an_adapter_of_a_program_is_known_to_programs_that_import_it(tmp_path: P
         ["gains.py"],
         ["-c", "import gains, graphopt; graphopt.Executor('step.onnx').trained()"],
     ):
-        subprocess.run(
-            [sys.executable, *code], cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": ROOT}
-        )
+        subprocess.run([sys.executable, *code], cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": ROOT})
 
 
 @pytest.mark.skipif(not hasattr(onnxruntime, "AdapterFormat"), reason="this onnxruntime has no adapter files")
@@ -171,9 +169,7 @@ def test_a_class_of_the_library_keeps_its_name(monkeypatch: pytest.MonkeyPatch) 
     assert {name for name in MERGES if "." not in name} >= {"LoRA"}
     assert merging.register_merge(passes.LoRA, passes.LoRA.merge) == "LoRA"
     twin = type("LoRA", (), {"merge": staticmethod(lambda w, scale: w), "__module__": "passes.twins"})
-    with pytest.raises(
-        GraphoptError, match=r"^adapter LoRA: expected one class of this name in passes, found two"
-    ):
+    with pytest.raises(GraphoptError, match=r"^adapter LoRA: expected one class of this name in passes, found two"):
         merging.register_merge(twin, twin.merge)
     mine = made_by(1.0)
     mine.__name__ = mine.__qualname__ = "LoRA"

@@ -43,8 +43,7 @@ class Case:
     def build(self) -> onnx.ModelProto:
         rng = np.random.default_rng(0)
         weights = {
-            name: rng.standard_normal(shape) / 2
-            for name, shape in {self.weight: self.shape, **self.more}.items()
+            name: rng.standard_normal(shape) / 2 for name, shape in {self.weight: self.shape, **self.more}.items()
         }
         return model(self.text, **weights)
 
@@ -229,19 +228,14 @@ def twin(case: Case, method: str, executor: graphopt.Executor, target: np.ndarra
     """Train the same adapter in PyTorch, in float64, and return the losses."""
     graph = graphopt.load(case.build())
     passes.Normalize()(graph)
-    values = {
-        name.rpartition(".")[2]: torch.tensor(x.astype(np.float64)) for name, x in executor.parameters.items()
-    }
+    values = {name.rpartition(".")[2]: torch.tensor(x.astype(np.float64)) for name, x in executor.parameters.items()}
     w = torch.tensor(graph.graph.initializers[case.weight].const_value.numpy().astype(np.float64))
     a, b, *magnitude = (
         values[name].requires_grad_() for name in ("lora_A", "lora_B", "lora_magnitude") if name in values
     )
     optimizer = torch.optim.SGD([a, b, *magnitude], 0.05, momentum=0.5)
     losses = []
-    feeds = {
-        name: torch.tensor(x.astype(np.float64) if x.dtype.kind == "f" else x)
-        for name, x in case.data().items()
-    }
+    feeds = {name: torch.tensor(x.astype(np.float64) if x.dtype.kind == "f" else x) for name, x in case.data().items()}
     for _ in range(STEPS):
         changed = w + SCALES[method] * case.change(a, b)
         if magnitude:
@@ -275,9 +269,7 @@ def test_losses_and_merged_weights_equal_pytorch_s(name: str, method: str) -> No
     expected = twin(case, method, executor, target)
     batch = {**feeds, "target": target}
     results = [executor.step(batch) for _ in range(STEPS)]
-    if (
-        method == "dora" or name == "scan"
-    ):  # in a body, the kernel of a constant weight differs from that of a value
+    if method == "dora" or name == "scan":  # in a body, the kernel of a constant weight differs from that of a value
         assert np.allclose(results[0]["y"], base, rtol=1e-5, atol=1e-6)
     else:
         assert np.array_equal(results[0]["y"], base)
@@ -346,9 +338,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 RATE = passes.LoRA("fc*", rank=2, alpha=3)
 
 
-@pytest.mark.parametrize(
-    "native", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["runtime", "native"]
-)
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["runtime", "native"])
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_combinations_equal_those_of_nodes_that_a_user_writes(name: str, native: bool) -> None:
     native = native and name not in ("float16", "fuse")  # which are not lowered to kernels
@@ -390,18 +380,14 @@ def test_only_adapters_have_gradients_and_state_of_an_optimizer() -> None:
     assert state
     assert all(".lora_" in name for name in state)
     frozen = {
-        tuple(x.shape.numpy())
-        for x in step.graph.initializers.values()
-        if len(x.shape) == 2 and ".weight" in x.name
+        tuple(x.shape.numpy()) for x in step.graph.initializers.values() if len(x.shape) == 2 and ".weight" in x.name
     }
     adapters = {tuple(x.shape.numpy()) for x in with_role(step, Role.PARAMETER)}
     made = {tuple(y.shape) for node in step.graph if node.op_type in ("Gemm", "MatMul") for y in node.outputs}
     assert frozen
     assert not made & {size for shape in frozen - adapters for size in (shape, shape[::-1])}
     assert not any(
-        name in step.graph.initializers and name in state
-        for name in step.graph.initializers
-        if ".lora_" not in name
+        name in step.graph.initializers and name in state for name in step.graph.initializers if ".lora_" not in name
     )
 
 
@@ -439,9 +425,7 @@ def test_several_adapters_add_up_and_merge() -> None:
 def test_unfrozen_weights_train_beside_adapters() -> None:
     """As PEFT's modules_to_save do."""
     parameters = passes.Parameters(unfreeze="fc1.*")
-    step = graphopt.compile(
-        mlp(), adapter=passes.LoRA("fc0*", 2), parameters=parameters, **COMBINATIONS["adam"]
-    )
+    step = graphopt.compile(mlp(), adapter=passes.LoRA("fc0*", 2), parameters=parameters, **COMBINATIONS["adam"])
     assert set(initial(step)) == {"fc0.weight.lora_A", "fc0.weight.lora_B", "fc1.bias", "fc1.weight"}
     only = passes.Parameters("*.lora_B")
     step = graphopt.compile(mlp(), adapter=passes.LoRA("fc0*", 2), parameters=only, **COMBINATIONS["adam"])
@@ -534,9 +518,7 @@ def test_halves_of_float16_files_train_float32_adapters() -> None:
     executor = graphopt.Executor(graphopt.compile(base, adapter=RATE, **steps))
     assert {x.dtype for x in executor.parameters.values()} == {np.dtype(np.float32)}
     x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float16)
-    assert np.array_equal(
-        executor.step(x=x, target=np.zeros((8, 3), np.float16))["y"], outputs(base, {"x": x})["y"]
-    )
+    assert np.array_equal(executor.step(x=x, target=np.zeros((8, 3), np.float16))["y"], outputs(base, {"x": x})["y"])
     merged = executor.trained()
     assert {x.data_type for x in merged.graph.initializer} == {onnx.TensorProto.FLOAT16}
     assert np.allclose(outputs(merged, {"x": x})["y"], executor.predict({"x": x})["y"], atol=1e-2)
@@ -598,9 +580,7 @@ def test_tied_weights_take_an_adapter_for_each_use_once_they_are_copied() -> Non
     assert set(executor.parameters) == {f"{name}.lora_{letter}" for name in ("w", "w.1") for letter in "AB"}
     ids = np.arange(6).reshape(2, 3)
     executor.step(ids=ids, target=ids)
-    assert np.allclose(
-        outputs(executor.trained(), {"ids": ids})["y"], executor.predict({"ids": ids})["y"], atol=1e-5
-    )
+    assert np.allclose(outputs(executor.trained(), {"ids": ids})["y"], executor.predict({"ids": ids})["y"], atol=1e-5)
 
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
@@ -821,9 +801,7 @@ NO_FIT = "expected an adapter that fits it"
         ("values", ("a", "b"), "expected the value 'a', found none"),
     ],
 )
-def test_notes_that_are_malformed_or_do_not_fit_are_refused(
-    field_name: str, value: Any, message: str
-) -> None:
+def test_notes_that_are_malformed_or_do_not_fit_are_refused(field_name: str, value: Any, message: str) -> None:
     case = CASES["conv"] if field_name == "groups" else CASES["matmul"]
     step = graphopt.compile(case.build(), adapter=passes.LoRA("w", 2), **COMBINATIONS["sgd"])
     holder, note = next(adapted(step))

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(
-    path for folder in ("graphopt", "passes", "recipes") for path in (ROOT / folder).rglob("*.py")
-)
+SOURCES = sorted(path for folder in ("graphopt", "passes", "recipes") for path in (ROOT / folder).rglob("*.py"))
 
 # A room is a file or a folder of `graphopt`, or `passes`. It imports rooms of lower floors only.
 FLOORS = [
@@ -116,9 +114,9 @@ def test_no_imports_circle() -> None:
 
 def names_a_module(text: str) -> bool:
     """Tell whether a text is a module of ours, or something in one: `passes:SGD`, `graphopt.graph.shapes.infer`."""
-    return text in MODULES - {"graphopt", "passes"} or text.replace(":", ".").rpartition(".")[
-        0
-    ] in MODULES - {"graphopt"}
+    return text in MODULES - {"graphopt", "passes"} or text.replace(":", ".").rpartition(".")[0] in MODULES - {
+        "graphopt"
+    }
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in LISTS_NAMES], ids=name_of)
@@ -189,12 +187,8 @@ def test_no_room_compares_the_kind_of_a_device() -> None:
 
     def asks(node: ast.AST) -> bool:
         sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-        constants = {
-            each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)
-        }
-        return bool(constants & kinds) and any(
-            isinstance(x, ast.Attribute) and x.attr == "kind" for x in sides
-        )
+        constants = {each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)}
+        return bool(constants & kinds) and any(isinstance(x, ast.Attribute) and x.attr == "kind" for x in sides)
 
     assert {"cpu", "cuda", "webgpu"} <= kinds
     assert not {name_of(path) for path in SOURCES if any(map(asks, ast.walk(ast.parse(path.read_text()))))}

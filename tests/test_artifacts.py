@@ -201,9 +201,7 @@ def test_two_losses_penalties_and_weights_of_rows(tmp_path):
         w=RNG.standard_normal((4, 3)),
         b=np.zeros(3),
     )
-    losses = passes.Losses(
-        {"y": passes.MeanSquaredError(), "z": passes.Huber(sample_weight=True)}, weights={"z": 0.5}
-    )
+    losses = passes.Losses({"y": passes.MeanSquaredError(), "z": passes.Huber(sample_weight=True)}, weights={"z": 0.5})
     steps = {"loss": losses, "regularizer": passes.L2(0.01), "optimizer": passes.SGD(0.1, momentum=0.9)}
     executor, _, module, update = exported(tmp_path, source, **steps)
     weights = RNG.random(16).astype(np.float32)
@@ -271,9 +269,7 @@ def test_training_goes_on_with_its_moments_on_a_device_and_back(network, optimiz
     first.save(tmp_path / "checkpoint.safetensors")
     graphopt.export_artifacts(source, pipeline, tmp_path / "memory", state=first.state)
     graphopt.export_artifacts(source, pipeline, tmp_path / "file", state=tmp_path / "checkpoint.safetensors")
-    assert (tmp_path / "memory" / "checkpoint").read_bytes() == (
-        tmp_path / "file" / "checkpoint"
-    ).read_bytes()
+    assert (tmp_path / "memory" / "checkpoint").read_bytes() == (tmp_path / "file" / "checkpoint").read_bytes()
     state, module, update = graphopt.load_artifacts(tmp_path / "file")
     found += [train(module, update, inputs[i % 2], targets[i % 2]) for i in range(5, 10)]
     saved(state, tmp_path / "after", moments=True)
@@ -282,9 +278,7 @@ def test_training_goes_on_with_its_moments_on_a_device_and_back(network, optimiz
     found += [last.step(x=inputs[i % 2], target=targets[i % 2])["loss"] for i in range(10, 15)]
     np.testing.assert_allclose(found, expected, rtol=2e-5)
     for name, array in whole.state.items():
-        if not name.startswith(
-            "filters"
-        ):  # before a normalization: their moments are differences of equal numbers
+        if not name.startswith("filters"):  # before a normalization: their moments are differences of equal numbers
             np.testing.assert_allclose(last.state[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
@@ -293,9 +287,7 @@ def test_a_checkpoint_without_moments_says_how_to_save_them(tmp_path):
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01)}
     executor, state, _, _ = exported(tmp_path, mlp(), **steps)
     saved(state, tmp_path / "after")
-    with pytest.raises(
-        GraphoptError, match=r"expected .*, found none: save it with include_optimizer_state=True"
-    ):
+    with pytest.raises(GraphoptError, match=r"expected .*, found none: save it with include_optimizer_state=True"):
         graphopt.state_from_checkpoint(executor.model, graphopt.standard(**steps), tmp_path / "after")
 
 
@@ -455,9 +447,7 @@ def test_names_are_those_of_the_model(tmp_path):
 
 
 def test_statistics_that_nodes_share_are_apart(tmp_path):
-    pipeline = graphopt.standard(
-        training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=passes.SGD()
-    )
+    pipeline = graphopt.standard(training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=passes.SGD())
     graphopt.export_artifacts(sum_of_two(), pipeline, tmp_path)
     with pytest.raises(GraphoptError, match=r"only one of the two has .*: use the eval_model.onnx beside"):
         graphopt.from_checkpoint(sum_of_two(), tmp_path)
@@ -506,9 +496,7 @@ TRANSLATED = {
 TRANSLATED |= {"epsilon", "max_norm", "limit", "fused", "flat", "rate_in_velocity", "slot_bits"}
 
 
-@pytest.mark.parametrize(
-    "kind", [passes.SGD, passes.Adam, passes.AdamW, passes.ClipGlobalNorm, passes.ClipValue]
-)
+@pytest.mark.parametrize("kind", [passes.SGD, passes.Adam, passes.AdamW, passes.ClipGlobalNorm, passes.ClipValue])
 def test_every_option_is_translated(kind):
     assert {field.name for field in dataclasses.fields(kind)} <= TRANSLATED
 
@@ -612,9 +600,7 @@ def test_files_that_are_no_checkpoint(written, tmp_path):
     whole = (written / "checkpoint").read_bytes()
     for size in range(0, len(whole) - 4, 13):  # but the last bytes, which fill the file up
         (tmp_path / "part").write_bytes(whole[:size])
-        with pytest.raises(
-            GraphoptError, match=r"part: (the checkpoint is damaged|expected a checkpoint of)"
-        ):
+        with pytest.raises(GraphoptError, match=r"part: (the checkpoint is damaged|expected a checkpoint of)"):
             artifacts.parameters(tmp_path / "part")
 
 

@@ -84,9 +84,7 @@ def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, 
             min(max(round(math.sqrt(area * ratio)), 1), width),
         )
         top, left = int(drawn["top"] * (height - h + 1)), int(drawn["left"] * (width - w + 1))
-        x = functional.interpolate(
-            x[None, :, top : top + h, left : left + w], (height, width), mode="bilinear"
-        )[0]
+        x = functional.interpolate(x[None, :, top : top + h, left : left + w], (height, width), mode="bilinear")[0]
     margin = [round(options.get("crop", 0) * n) for n in size]
     top, left = (int(drawn[name] * (2 * m + 1)) for name, m in zip(("down", "right"), margin, strict=True))
     padded = functional.pad(x, (margin[1], margin[1], margin[0], margin[0]), mode="reflect")
@@ -101,9 +99,7 @@ def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, 
             x = (factor * x + (1 - factor) * other).clamp(0, 1)
     if hue := options.get("hue", 0):
         colours = x.flatten(1).T.tolist()
-        turned = [
-            (h + hue * (2 * drawn["hue"] - 1), s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colours)
-        ]
+        turned = [(h + hue * (2 * drawn["hue"] - 1), s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colours)]
         x = torch.tensor([colorsys.hsv_to_rgb(h % 1, s, v) for h, s, v in turned]).T.reshape(x.shape)
     return x
 
@@ -191,16 +187,12 @@ def test_mixed_rows_train_as_in_pytorch(kind: str) -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((10, 4)).astype(np.float32)
     target: Array = (
-        rng.integers(0, 3, 10)
-        if kind in ("classes", "smoothed")
-        else rng.standard_normal((10, 3), np.float32)
+        rng.integers(0, 3, 10) if kind in ("classes", "smoothed") else rng.standard_normal((10, 3), np.float32)
     )
     source = models.mlp((4,), 3, hidden=[8])
     step = graphopt.compile(source, augment=passes.MixUp(0.4, seed=5), loss=loss, optimizer=passes.SGD(0.5))
     executor = executor_of(step)
-    weights = {
-        name: torch.tensor(w, requires_grad=True) for name, w in executor.state.items() if name != "step"
-    }
+    weights = {name: torch.tensor(w, requires_grad=True) for name, w in executor.state.items() if name != "step"}
     optimizer = torch.optim.SGD(weights.values(), 0.5)
     sure = functional.one_hot(torch.tensor(target), 3).float() if target.ndim == 1 else torch.tensor(target)
     for i in range(4):
@@ -310,9 +302,7 @@ def test_the_layout_is_that_of_the_convolutions() -> None:
 
 
 def test_open_sizes_of_images_are_those_of_the_batch() -> None:
-    source = (
-        "g (float[N,3,H,W] x) => (float[N,4] y) { c = Conv(x, k)  p = GlobalAveragePool(c)  y = Flatten(p) }"
-    )
+    source = "g (float[N,3,H,W] x) => (float[N,4] y) { c = Conv(x, k)  p = GlobalAveragePool(c)  y = Flatten(p) }"
     kernel = np.random.default_rng(0).standard_normal((4, 3, 1, 1))
     steps = {
         "augment": passes.AugmentImages(crop=0.3, rotation=9, resized_crop=0.5),
@@ -338,13 +328,8 @@ def test_mixed_rows_lift_the_held_out_accuracy() -> None:
     options: dict[str, Any] = {"epochs": 150, "validation": 0.9, "validation_every": 150}
     means = []
     for augment in (None, passes.MixUp(0.4)):
-        step = graphopt.compile(
-            source, augment=augment, loss=passes.CrossEntropy(), optimizer=passes.AdamW(3e-3)
-        )
-        runs = [
-            graphopt.fit(executor_of(step, threads=1, native=False), digits, seed=i, **options)
-            for i in range(3)
-        ]
+        step = graphopt.compile(source, augment=augment, loss=passes.CrossEntropy(), optimizer=passes.AdamW(3e-3))
+        runs = [graphopt.fit(executor_of(step, threads=1, native=False), digits, seed=i, **options) for i in range(3)]
         means.append(np.mean([records[-1]["accuracy"] for records in runs]))
     assert means[1] > means[0] + 0.01
 

@@ -83,9 +83,7 @@ def test_drawn_models_have_the_mean_and_the_covariance() -> None:
     np.testing.assert_allclose(
         graphopt.run(unsure, {"x": FEEDS["x"]})["y.variance"], every.var(0), rtol=1e-3, atol=1e-6
     )
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"SWAG.drawn: expected an executor with average=passes.SWAG"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"SWAG.drawn: expected an executor with average=passes.SWAG"):
         passes.SWAG.drawn(trained(average=passes.SWA()))
 
 

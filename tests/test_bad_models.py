@@ -22,9 +22,7 @@ WEIGHT = np.ones((4, 3), np.float32)
 def compiled(proto, pattern=None, **steps):
     before = proto.SerializeToString()
     try:
-        return graphopt.compile(
-            proto, parameters=passes.Parameters(pattern), loss=passes.MeanSquaredError(), **steps
-        )
+        return graphopt.compile(proto, parameters=passes.Parameters(pattern), loss=passes.MeanSquaredError(), **steps)
     finally:
         assert proto.SerializeToString() == before
 

@@ -197,9 +197,7 @@ def normalized(x: str, **attributes: int) -> Any:
     batch = f"BatchNormalization<{text}>({x}, s, b, m, v)"
     layer = f"n, m2, v2 = {batch} y = MatMul({'n, w' if x == 'x' else 'x, n'})"
     ones, zeros = np.ones(3), np.zeros(3)
-    return model(
-        f"g (float[N,3] x) => (float[N,3] y) {{ {layer} }}", w=np.eye(3), s=ones, b=zeros, m=zeros, v=ones
-    )
+    return model(f"g (float[N,3] x) => (float[N,3] y) {{ {layer} }}", w=np.eye(3), s=ones, b=zeros, m=zeros, v=ones)
 
 
 def test_statistics_of_the_batch_without_running_ones_are_refused() -> None:
@@ -212,9 +210,7 @@ def test_statistics_of_the_batch_without_running_ones_are_refused() -> None:
 
 def test_statistics_may_be_those_of_each_worker() -> None:
     """Then a step is the mean of the workers' own steps, as the update by plain SGD is linear."""
-    pipeline = graphopt.standard(
-        loss=passes.CrossEntropy(), training=passes.TrainingMode(), optimizer=passes.SGD(0.1)
-    )
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), training=passes.TrainingMode(), optimizer=passes.SGD(0.1))
     halves = graphopt.split_step(pipeline, NORMALIZED, statistics="local")
     assert len(halves.grad) == 1
     rows = [slice(0, 16), slice(16, 32)]

@@ -72,9 +72,7 @@ def test_networks_are_compared_in_floats_and_integers(monkeypatch):
     module = benchmark("quantization", monkeypatch)
     case = module.Case(lambda: module.convolutional(2, 4, 16), module.digits, 1600, 1, 1)
     rows = "\n".join(module.section(case, 1, None)).splitlines()
-    kernels = {
-        row.split(" | ")[0].strip("| "): row.split(" | ")[-1].strip(" |") for row in rows if "|" in row
-    }
+    kernels = {row.split(" | ")[0].strip("| "): row.split(" | ")[-1].strip(" |") for row in rows if "|" in row}
     for form in ("int8", "int8, 7 bits", "int8, LSQ", "half of the channels, int8"):
         assert kernels[f"{form}, graphopt, trained for it"] == "QGemm 2, QLinearConv 2"
 
@@ -126,9 +124,7 @@ def test_peers_train_the_same(peers, tmp_path, workload, optimizer):
     peers("workloads").write(tmp_path, workload)
     job = protocol.Job(tmp_path, workload, optimizer)
     runs = {name: protocol.losses(peers(f"{name}_peer").build, job) for name in ("graphopt", "torch")}
-    several = protocol.losses(
-        peers("graphopt_peer").build, protocol.Job(tmp_path, workload, optimizer, 1, "run")
-    )
+    several = protocol.losses(peers("graphopt_peer").build, protocol.Job(tmp_path, workload, optimizer, 1, "run"))
     curve = runs["torch"][1]
     assert len(curve) == 20 and np.ptp(curve) > 0.1 * curve[0]
     for _, losses, seconds in (*runs.values(), several):
@@ -142,8 +138,7 @@ def test_a_peer_that_trains_something_else_is_not_timed(peers):
     run = peers("run")
     curve = [2.0, 1.5, 1.0]
     results = [
-        run.Result("linear", "sgd", 1, name, losses=list(curve))
-        for name in ("graphopt", "torch", "jax", "onnxsim")
+        run.Result("linear", "sgd", 1, name, losses=list(curve)) for name in ("graphopt", "torch", "jax", "onnxsim")
     ]
     results[2].losses[2] += 0.01
     results[3].losses[0] = float("nan")
@@ -166,9 +161,7 @@ def test_the_limit_counts_what_a_step_multiplies(peers, tmp_path):
     layers = [(64, 256), (256, 256), (256, 10)]
     assert flops == 2 * 32 * (3 * sum(a * b for a, b in layers) - 64 * 256)  # none by the data
     convolutions = {
-        a: n
-        for (kind, a, *_), n in limit.operations(work.model(work.workload("cnn"))[0], 64)
-        if kind == "Conv"
+        a: n for (kind, a, *_), n in limit.operations(work.model(work.workload("cnn"))[0], 64) if kind == "Conv"
     }
     assert convolutions == {(64, 1, 28, 28): 2, (64, 32, 14, 14): 3}
     work.write(tmp_path, "linear")
@@ -243,15 +236,11 @@ def test_the_page_of_precisions_keeps_what_is_not_measured_again(peers, tmp_path
     monkeypatch.setattr(precision, "peaks", lambda folder: [200.0, 2000.0, 10.0])
     precision.main(["--parts", "losses", "roofline", *short])
     text = page.read_text()
-    assert (
-        "| MLP 64-256-256-10, batch 32 | adamw |" in text and "a table" in text and "old shares" not in text
-    )
+    assert "| MLP 64-256-256-10, batch 32 | adamw |" in text and "a table" in text and "old shares" not in text
     assert text.index("Losses beside") < text.index("Trained to") < text.index("Shares of")
     # 3 products of 32 rows: forward, by the data (not of the first layer) and by the weights
     flops = 2 * 32 * (3 * (256 * 256 + 256 * 10) + 2 * 64 * 256)
-    assert (
-        f"| {flops * 1e-9:.2f} |" in text and f"highest | 1.00 | {flops / 200 * 1e-6 * 100:.0f} % |" in text
-    )
+    assert f"| {flops * 1e-9:.2f} |" in text and f"highest | 1.00 | {flops / 200 * 1e-6 * 100:.0f} % |" in text
 
 
 @pytest.fixture
@@ -303,9 +292,7 @@ def test_the_script_for_gpus_stops_in_time_and_keeps_what_it_has(gpu, tmp_path, 
         gpu.Result("cnn", "adamw", 0, "jax", rounds=[50.0]),
         gpu.Result("cnn", "adamw", 0, "torch-compile", error="no compiler"),
     ]
-    monkeypatch.setattr(
-        gpu, "smi", lambda query: ["A card", "580", "80000"] if "driver" in query else ["A card"]
-    )
+    monkeypatch.setattr(gpu, "smi", lambda query: ["A card", "580", "80000"] if "driver" in query else ["A card"])
     monkeypatch.setattr(gpu, "found_packages", lambda kind: {"jax": "none"})
 
     class Measured(gpu.Cell):
@@ -340,9 +327,7 @@ def test_what_is_not_measured_again_stays(peers, tmp_path):
     run = peers("run")
     path = tmp_path / "results.json"
     assert run.before(path) == ({"table": [], "scaling": []}, {})
-    results = [
-        run.Result(*cell, "graphopt", rounds=[1.0]) for cell in (("cnn", "adamw", 2), ("linear", "sgd", 1))
-    ]
+    results = [run.Result(*cell, "graphopt", rounds=[1.0]) for cell in (("cnn", "adamw", 2), ("linear", "sgd", 1))]
     path.write_text(json.dumps({"table": [asdict(r) for r in results], "versions": {"torch": "2"}}))
     found, versions = run.before(path)
     assert found["table"] == results and versions == {"torch": "2"}

@@ -61,9 +61,7 @@ OPTIMIZERS: dict[str, passes.Optimizer] = {
     "lion": passes.Lion(1e-4),
 }
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler: install gcc or clang")
-needs_products = pytest.mark.skipif(
-    not precision.multiplies_bfloat16(), reason=str(precision.obstacle("medium"))
-)
+needs_products = pytest.mark.skipif(not precision.multiplies_bfloat16(), reason=str(precision.obstacle("medium")))
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +72,7 @@ def _kernels(monkeypatch):
 
 def step_of(network: str, **steps: Any) -> ir.Model:
     proto, loss, _, _ = NETWORKS[network]
-    return graphopt.compile(
-        proto, loss=loss, **{"optimizer": passes.AdamW(1e-3), "precision": NARROW, **steps}
-    )
+    return graphopt.compile(proto, loss=loss, **{"optimizer": passes.AdamW(1e-3), "precision": NARROW, **steps})
 
 
 def losses(step: ir.Model, network: str, count: int, **options: Any) -> list[float]:
@@ -207,12 +203,8 @@ def test_an_operator_rounds_its_result_once(op_type: str, shape: tuple[int, int]
 
 @needs_compiler
 def test_extreme_numbers_are_rounded_as_ml_dtypes_rounds_them() -> None:
-    bits = np.array(
-        [0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFC00000, 0, 0x80000000], "u4"
-    )
-    ties = np.array(
-        [0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00010000, 0x00018000, 0x007FFFFF], "u4"
-    )
+    bits = np.array([0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFC00000, 0, 0x80000000], "u4")
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00010000, 0x00018000, 0x007FFFFF], "u4")
     x = np.tile(np.concatenate([bits, ties, RNG.integers(0, 2**32, 977, np.uint32)]).view(np.float32), 2)
     proto = graph("g (float[1984] x) => (float[1984] y) { a = Cast<to=16>(x) b = Neg(a) y = Cast<to=1>(b) }")
     found, _ = lowered(proto, {"x": x})
@@ -229,9 +221,7 @@ def test_sums_are_of_float32(axes: list[int], keeps: int) -> None:
         f"""g (float[300,70] x) => (float[] y) {{
             a = Cast<to=16>(x)  axes = Constant<value_ints={axes}>()
             s = ReduceSum<keepdims={keeps}>(a, axes)  y = Cast<to=1>(s)
-        }}""".replace(
-            "float[] y", f"float{'[1,70]' if axes == [0] else '[300]' if axes == [1] else '[1,1]'} y"
-        )
+        }}""".replace("float[] y", f"float{'[1,70]' if axes == [0] else '[300]' if axes == [1] else '[1,1]'} y")
     )
     x = RNG.standard_normal((300, 70)).astype(np.float32)
     found, _ = lowered(proto, {"x": x})
@@ -251,9 +241,7 @@ def product_case(rng: np.random.Generator) -> tuple[str, list[tuple[int, ...]]]:
     stored = [(*s[:-2], s[-1], s[-2]) if t else s for s, t in zip(shapes, turned, strict=True)]
     rank, perm = len(batches) + 2, list(range(len(batches)))
     perm += [rank - 1, rank - 2]
-    turn = [
-        f"Transpose<perm={perm}>({x})" if t else f"Identity({x})" for x, t in zip("abp", turned, strict=True)
-    ]
+    turn = [f"Transpose<perm={perm}>({x})" if t else f"Identity({x})" for x, t in zip("abp", turned, strict=True)]
     declared = [f"float[{','.join(map(str, s))}]" for s in stored]
     return (
         f"""g ({declared[0]} x, {declared[1]} z) => ({declared[2]} y) {{
@@ -296,9 +284,7 @@ def test_products_round_parameters_themselves() -> None:
     casts = [node for node in lowered_step.graph if node.op_type == "Cast"]
     assert not casts
     parameters = {x.name for x in step.graph.inputs if str(x.name).endswith("weight")}
-    readers = {
-        use.node.op_type[0] for x in lowered_step.graph.inputs if x.name in parameters for use in x.uses()
-    }
+    readers = {use.node.op_type[0] for x in lowered_step.graph.inputs if x.name in parameters for use in x.uses()}
     assert readers == {"p", "k"}  # products, and the update
 
 
@@ -307,9 +293,7 @@ def test_products_round_parameters_themselves() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "network", ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cnn", "transformer"))]
-)
+@pytest.mark.parametrize("network", ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cnn", "transformer"))])
 def test_kernels_train_as_the_plain_step_does(network: str, optimizer: str) -> None:
     step = step_of(network, optimizer=OPTIMIZERS[optimizer])
     plain = losses(step, network, 8, native=False)

@@ -78,18 +78,13 @@ def run(nodes: str) -> tuple[list[str], list[str], list[np.ndarray], list[np.nda
     proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     before, after = graphopt.load(proto), graphopt.load(proto)
     gather_blocks(after)
-    feeds = {
-        name: RNG.standard_normal(shape, np.float32)
-        for name, shape in {"x": 1, "w": (6, 3), "v": (6, 3)}.items()
-    }
+    feeds = {name: RNG.standard_normal(shape, np.float32) for name, shape in {"x": 1, "w": (6, 3), "v": (6, 3)}.items()}
     device = graphopt.Device("cpu")
     found = []
     for each in (before, after):
         session = device.open(whole(each))
         found.append(session.run(None, {x.name: feeds[x.name] for x in session.get_inputs()}))
-    operators = [
-        [node.op_type for node in each.graph if node.op_type != "Constant"][:-1] for each in (before, after)
-    ]
+    operators = [[node.op_type for node in each.graph if node.op_type != "Constant"][:-1] for each in (before, after)]
     return (*operators, *found)
 
 
@@ -138,9 +133,7 @@ def test_gates_that_are_laid_out_anew_train_as_in_pytorch(op_type, units, target
         np.testing.assert_allclose(executor.state[name.removesuffix("_l0")], w.detach(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [replace(x, groups=()) for x in OPTIMIZERS], ids=lambda x: type(x).__name__
-)
+@pytest.mark.parametrize("optimizer", [replace(x, groups=()) for x in OPTIMIZERS], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("op_type", ["LSTM", "GRU"])
 def test_slots_of_gates_that_are_laid_out_anew_are_those_of_the_plain_step(op_type, optimizer):
     step = compiled(by_gates(op_type), optimizer=optimizer)

@@ -83,13 +83,9 @@ def test_probabilities_are_scikit_learns(kind: object) -> None:
     found = softmax(graphopt.run(calibrated, {"x": held_out})["y"].astype(np.float64), axis=1)
     frozen = FrozenEstimator(Network().fit(x, target))
     peer = CalibratedClassifierCV(frozen, method="temperature").fit(x[900:1300], target[900:1300])
-    np.testing.assert_allclose(
-        found, peer.predict_proba(held_out), rtol=0, atol=2e-4
-    )  # scikit-learn's tolerance
+    np.testing.assert_allclose(found, peer.predict_proba(held_out), rtol=0, atol=2e-4)  # scikit-learn's tolerance
     z = graphopt.run(file, {"x": x[900:1300]})["y"].astype(np.float64)
-    best = minimize_scalar(
-        lambda t: cross_entropy(z / np.exp(t), target[900:1300]), bracket=(0, 1), tol=1e-12
-    ).x
+    best = minimize_scalar(lambda t: cross_entropy(z / np.exp(t), target[900:1300]), bracket=(0, 1), tol=1e-12).x
     assert abs(numbers(calibrated)["y.log_temperature"] - best) < 1e-5
     z = graphopt.run(file, {"x": held_out})["y"].astype(np.float64)
     np.testing.assert_allclose(found, softmax(z / np.exp(best), axis=1), atol=1e-5)
@@ -98,9 +94,7 @@ def test_probabilities_are_scikit_learns(kind: object) -> None:
 def test_scales_of_classes_are_those_of_scipy() -> None:
     z, target = rows()["x"].astype(np.float64), rows()["target"]
     calibrated = graphopt.calibrate(model(LOGITS), rows(), passes.VectorScaling())
-    best = minimize(
-        lambda w: cross_entropy(w[:5] * z + w[5:], target), np.r_[np.ones(5), np.zeros(5)], tol=1e-12
-    )
+    best = minimize(lambda w: cross_entropy(w[:5] * z + w[5:], target), np.r_[np.ones(5), np.zeros(5)], tol=1e-12)
     found = numbers(calibrated)
     own = found["y.scale"] * z + found["y.bias"]
     assert cross_entropy(own, target) < best.fun + 1e-9
@@ -121,9 +115,7 @@ def test_platts_line_is_that_of_scipy_for_every_form_of_the_output(form: str) ->
     }[form]
     two = form == "rates"
     calibration = passes.VectorScaling() if two else passes.Platt()
-    found = graphopt.run(graphopt.calibrate(model(text), {"x": z, "target": target}, calibration), {"x": z})[
-        "y"
-    ]
+    found = graphopt.run(graphopt.calibrate(model(text), {"x": z, "target": target}, calibration), {"x": z})["y"]
     x = z[:, 0].astype(np.float64)
 
     def loss(w: np.ndarray) -> float:
@@ -156,10 +148,7 @@ def test_a_softmax_is_applied_once() -> None:
     np.testing.assert_allclose(a["probability"].sum(1), 1, atol=1e-6)
     np.testing.assert_allclose(b["y"], a["probability"], atol=1e-6)
     np.testing.assert_array_equal(b["set"], a["set"])
-    assert (
-        cross_entropy(np.log(b["y"].astype(float)), rows()["target"])
-        < cross_entropy(x, rows()["target"]) - 0.1
-    )
+    assert cross_entropy(np.log(b["y"].astype(float)), rows()["target"]) < cross_entropy(x, rows()["target"]) - 0.1
 
 
 def test_other_readers_of_the_output_get_the_calibrated_one_and_the_file_checks() -> None:
@@ -260,12 +249,8 @@ def test_variances_are_mean_squared_errors_and_are_scaled_by_ratios() -> None:
     x = rng.standard_normal((50, 2)).astype(np.float32)
     target = rng.standard_normal((50, 2))
     plain = model("g (float[N,2] x) => (float[N,2] y) { y = Identity(x) }")
-    found = graphopt.run(
-        graphopt.calibrate(plain, {"x": x, "target": target}, passes.VarianceScaling()), {"x": x}
-    )
-    np.testing.assert_allclose(
-        found["y.variance"], np.tile(np.square(x - target).mean(0), (50, 1)), rtol=1e-5
-    )
+    found = graphopt.run(graphopt.calibrate(plain, {"x": x, "target": target}, passes.VarianceScaling()), {"x": x})
+    np.testing.assert_allclose(found["y.variance"], np.tile(np.square(x - target).mean(0), (50, 1)), rtol=1e-5)
     own = model("g (float[N,2] x) => (float[N,2] y, float[N,2] v) { y = Identity(x) v = Exp(x) }")
     found = graphopt.run(
         graphopt.calibrate(own, {"x": x, "target": target}, passes.VarianceScaling(variance="v")), {"x": x}
@@ -408,16 +393,12 @@ def test_bad_input_is_answered_in_one_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "first", [passes.PredictionSet(), passes.LastLayerLaplace(1.0)], ids=["sets", "laplace"]
-)
+@pytest.mark.parametrize("first", [passes.PredictionSet(), passes.LastLayerLaplace(1.0)], ids=["sets", "laplace"])
 def test_the_record_in_the_file_tells_what_was_learnt(first: passes.PredictionSet, tmp_path: Path) -> None:
     """Names told it: an output of the file that was called `probability` was never calibrated."""
     file = model("g (float[N,5] x) => (float[N,5] y) { y = MatMul(x, w) }", w=np.eye(5, dtype=np.float32))
     graphopt.save(graphopt.calibrate(file, rows(), first), tmp_path / "sure.onnx")
-    with pytest.raises(
-        GraphoptError, match=r"learnt, found the output '(y\.variance|probability)': calibrate before"
-    ):
+    with pytest.raises(GraphoptError, match=r"learnt, found the output '(y\.variance|probability)': calibrate before"):
         graphopt.calibrate(tmp_path / "sure.onnx", rows(), passes.Temperature())
     with pytest.raises(GraphoptError, match=r"without the output 'probability', which it adds"):
         graphopt.calibrate(tmp_path / "sure.onnx", rows(), passes.PredictionSet())
@@ -427,9 +408,7 @@ def test_the_record_in_the_file_tells_what_was_learnt(first: passes.PredictionSe
         graphopt.calibrate(again, rows(), passes.Temperature())
     own = model(LOGITS.replace(" y)", " probability)").replace("y =", "probability ="))
     found = graphopt.run(graphopt.calibrate(own, rows(), passes.Temperature()), {"x": rows()["x"]})
-    expected = graphopt.run(
-        graphopt.calibrate(model(LOGITS), rows(), passes.Temperature()), {"x": rows()["x"]}
-    )
+    expected = graphopt.run(graphopt.calibrate(model(LOGITS), rows(), passes.Temperature()), {"x": rows()["x"]})
     np.testing.assert_array_equal(found["probability"], expected["y"])
 
 
@@ -444,21 +423,15 @@ def probabilities() -> dict[str, np.ndarray]:
     return {**rows(), "x": softmax(rows()["x"].astype(np.float64), axis=1).astype(np.float32)}
 
 
-@pytest.mark.parametrize(
-    "passed", [passes.Temperature(), passes.VectorScaling(), passes.PredictionSet(0.1)], ids=repr
-)
+@pytest.mark.parametrize("passed", [passes.Temperature(), passes.VectorScaling(), passes.PredictionSet(0.1)], ids=repr)
 def test_an_output_of_unknown_origin_that_sums_to_1_has_probabilities(passed: passes.Calibration) -> None:
     """A tree's were taken for logits, so that calibrated ones summed to another number."""
-    found = graphopt.run(
-        graphopt.calibrate(model(LOGITS), probabilities(), passed), {"x": probabilities()["x"]}
-    )
+    found = graphopt.run(graphopt.calibrate(model(LOGITS), probabilities(), passed), {"x": probabilities()["x"]})
     logits = {**rows(), "x": np.log(probabilities()["x"])}
     peer = graphopt.run(graphopt.calibrate(model(LOGITS), logits, passed), {"x": logits["x"]})
     if "set" in found:
         np.testing.assert_array_equal(found["set"], peer["set"])
-    y, expected = (
-        (found["probability"], peer["probability"]) if "set" in found else (found["y"], softmax(peer["y"], 1))
-    )
+    y, expected = (found["probability"], peer["probability"]) if "set" in found else (found["y"], softmax(peer["y"], 1))
     np.testing.assert_allclose(y, expected, atol=1e-4)
 
 
@@ -488,9 +461,7 @@ def test_a_variance_and_an_interval_are_learnt_together_and_again() -> None:
     data = {"x": x, "target": x.sum(1, keepdims=True) + rng.standard_normal((60, 1))}
     both = graphopt.calibrate(model(COLUMN), data, passes.VarianceScaling(), passes.PredictionInterval(0.1))
     again = graphopt.run(graphopt.calibrate(both, data, passes.VarianceScaling()), {"x": x})
-    np.testing.assert_allclose(
-        again["y.variance"], np.square(x.sum(1) - data["target"][:, 0]).mean(), rtol=1e-5
-    )
+    np.testing.assert_allclose(again["y.variance"], np.square(x.sum(1) - data["target"][:, 0]).mean(), rtol=1e-5)
     assert {"lower", "upper"} <= again.keys()
 
 
@@ -499,9 +470,7 @@ def test_a_file_of_scikit_learn_keeps_its_outputs_and_its_opset() -> None:
     nodes = "z = Mul(x, x) y = Softmax<axis = 1>(z) n = ArgMax<axis = 1, keepdims = 0>(z)"
     text = f"g (float[N,3] x) => (string[N] label, float[N,3] y) {{ {nodes} label = Gather(names, n) }}"
     file = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 15]> {text}')
-    file.graph.initializer.append(
-        onnx.helper.make_tensor("names", onnx.TensorProto.STRING, [3], [b"a", b"b", b"c"])
-    )
+    file.graph.initializer.append(onnx.helper.make_tensor("names", onnx.TensorProto.STRING, [3], [b"a", b"b", b"c"]))
     rng = np.random.default_rng(0)
     data = {"x": rng.standard_normal((60, 3)).astype(np.float32), "target": rng.integers(0, 3, 60)}
     calibrated = graphopt.calibrate(file, data, passes.VectorScaling(), passes.PredictionSet(0.1))
@@ -517,9 +486,7 @@ def test_a_file_of_scikit_learn_keeps_its_outputs_and_its_opset() -> None:
 def test_a_fixed_batch_learns_from_all_rows() -> None:
     """The last three rows were left out."""
     fixed = model("g (float[7,5] x) => (float[7,5] y) { y = Identity(x) }")
-    found, expected = (
-        graphopt.calibrate(each, some(10), passes.Temperature()) for each in (fixed, model(LOGITS))
-    )
+    found, expected = (graphopt.calibrate(each, some(10), passes.Temperature()) for each in (fixed, model(LOGITS)))
     np.testing.assert_allclose(*(numbers(each)["y.log_temperature"] for each in (found, expected)), rtol=1e-5)
 
 
@@ -527,9 +494,7 @@ def test_a_fixed_batch_learns_from_all_rows() -> None:
 def test_the_classifier_calibrates_with_rows_of_its_own(classes: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((600, 4))
-    y = np.array(["a", "b", "c"])[
-        (x[:, 0] + rng.standard_normal(600) > 0).astype(int) + (classes > 2) * (x[:, 1] > 1)
-    ]
+    y = np.array(["a", "b", "c"])[(x[:, 0] + rng.standard_normal(600) > 0).astype(int) + (classes > 2) * (x[:, 1] > 1)]
     options = {"hidden_layer_sizes": (30,), "learning_rate_init": 0.05, "max_iter": 15, "random_state": 0}
     sure = graphopt.OnnxClassifier(calibration=0.3, **options).fit(x, y)
     kept, held_out, target, own = train_test_split(x, y, test_size=0.3, random_state=0, stratify=y)
@@ -559,9 +524,7 @@ def test_the_classifier_calibrates_by_the_weights_of_rows() -> None:
     log_p, weight = np.log(plain.predict_proba(parts[1])), parts[5]
 
     def loss(t: float) -> float:
-        return -np.average(
-            log_softmax(log_p / np.exp(t), axis=1)[np.arange(len(weight)), parts[3]], weights=weight
-        )
+        return -np.average(log_softmax(log_p / np.exp(t), axis=1)[np.arange(len(weight)), parts[3]], weights=weight)
 
     best = minimize_scalar(loss, bracket=(0, 1), tol=1e-12).x
     assert abs(sure.log_temperature_ - best) < 1e-5
@@ -571,9 +534,7 @@ def test_the_classifier_that_makes_no_mistake_keeps_its_probabilities() -> None:
     x = np.repeat([-1.0, 1.0], 50)[:, None]
     options = {"hidden_layer_sizes": (), "learning_rate_init": 0.5, "max_iter": 200, "random_state": 0}
     classifier = graphopt.OnnxClassifier(calibration=0.2, tol=0, **options)
-    with pytest.warns(
-        UserWarning, match="calibration: probabilities stay as they are: Temperature: expected rows"
-    ):
+    with pytest.warns(UserWarning, match="calibration: probabilities stay as they are: Temperature: expected rows"):
         classifier.fit(x, x[:, 0] > 0)
     assert classifier.log_temperature_ == 0
     classifier.partial_fit(x, x[:, 0] > 0)
@@ -582,9 +543,7 @@ def test_the_classifier_that_makes_no_mistake_keeps_its_probabilities() -> None:
 
 def test_the_classifier_refuses_to_calibrate_several_labels() -> None:
     with pytest.raises(GraphoptError, match="calibration: expected one label for each row"):
-        graphopt.OnnxClassifier(calibration=0.1).fit(
-            np.zeros((20, 2)), np.eye(2, dtype=int)[np.arange(20) % 2]
-        )
+        graphopt.OnnxClassifier(calibration=0.1).fit(np.zeros((20, 2)), np.eye(2, dtype=int)[np.arange(20) % 2])
 
 
 def test_an_output_that_has_lost_its_role_is_named() -> None:
@@ -640,10 +599,7 @@ def test_a_run_is_calibrated_on_the_rows_that_it_held_out(
     ):
         assert cli.main(words) == 1
         assert message in capsys.readouterr().err
-    assert (
-        cli.main(["folder=all", "fit.epochs=1", "fit.validation=null", "quiet=true", "executor.native=false"])
-        == 0
-    )
+    assert cli.main(["folder=all", "fit.epochs=1", "fit.validation=null", "quiet=true", "executor.native=false"]) == 0
     assert cli.main(["calibrate", "all"]) == 1
     assert "expected a run that held rows out, found one that trained on all 1,797" in capsys.readouterr().err
     assert not Path("all/calibrated.onnx").exists()
@@ -671,9 +627,7 @@ def test_a_file_with_sets_is_evaluated(score: str) -> None:
     learnt, others = ({k: v[part] for k, v in data.items()} for part in (slice(300), slice(300, 600)))
     network = model("g (float[N,5] x) => (float[N,5] y) { y = MatMul(x, w) }", w=np.eye(5, dtype=np.float32))
     sure = graphopt.calibrate(network, learnt, passes.Temperature(), passes.PredictionSet(0.2, score))
-    executor = graphopt.Executor(
-        graphopt.compile(sure, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
-    )
+    executor = graphopt.Executor(graphopt.compile(sure, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)))
     names = ["coverage", "mean_width", "ece", "brier", "log_loss"]
     found = graphopt.evaluate(executor, others, metrics=names, batch_size=70)
     outputs = graphopt.run(sure, {"x": others["x"]})
@@ -682,16 +636,12 @@ def test_a_file_with_sets_is_evaluated(score: str) -> None:
     assert found["mean_width"] == pytest.approx(chosen.sum(1).mean())
     assert found["log_loss"] == pytest.approx(log_loss(own, p), rel=1e-5)
     assert found["brier"] == pytest.approx(brier_score_loss(own, p, labels=range(5)), rel=1e-5)
-    plain = graphopt.Executor(
-        graphopt.compile(network, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
-    )
+    plain = graphopt.Executor(graphopt.compile(network, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)))
     for name, due in (
         ("coverage", "prediction sets of classes"),
         ("mean_width", "prediction sets or intervals"),
     ):
-        with pytest.raises(
-            GraphoptError, match=f"metrics: {name}: expected {due}, found none: calibrate the file"
-        ):
+        with pytest.raises(GraphoptError, match=f"metrics: {name}: expected {due}, found none: calibrate the file"):
             graphopt.evaluate(plain, others, metrics=[name])
 
 
@@ -708,9 +658,7 @@ def test_a_file_with_intervals_is_evaluated() -> None:
     assert found["mean_width"] == pytest.approx((ends["upper"] - ends["lower"]).mean())
 
 
-def test_a_table_s_run_is_calibrated_behind_its_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_s_run_is_calibrated_behind_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     lines = [

@@ -126,18 +126,14 @@ def test_an_interrupted_run_continues_bit_for_bit(tmp_path: Path, name: str, ste
         for at in steps:
             if act is fail:
                 with pytest.raises(RuntimeError, match="test"):
-                    graphopt.fit(
-                        executor(), DATA, **options, callbacks=[make(tmp_path / folder), At(at, act)]
-                    )
+                    graphopt.fit(executor(), DATA, **options, callbacks=[make(tmp_path / folder), At(at, act)])
             else:
                 graphopt.fit(executor(), DATA, **options, callbacks=[make(tmp_path / folder), At(at, act)])
         runner, callback, seen = executor(), make(tmp_path / folder), At()
         records = graphopt.fit(runner, DATA, **options, resume=True, callbacks=[callback, seen])
         log = tmp_path / folder / "log"
         lines = read_log(name, log) if log.exists() else []
-        ends.append(
-            (runner.state, runner.hyperparameters, alike(records), alike(lines), callback.state_dict(), seen)
-        )
+        ends.append((runner.state, runner.hyperparameters, alike(records), alike(lines), callback.state_dict(), seen))
     (state, rates, records, lines, kept, seen), (state2, rates2, records2, lines2, kept2, seen2) = ends
     assert same(state, state2)
     assert (rates, records, lines) == (rates2, records2, lines2)
@@ -204,9 +200,7 @@ def test_the_weights_of_the_best_epoch_come_back() -> None:
 def test_the_best_weights_come_back_after_the_last_epoch_but_not_after_an_error(tmp_path: Path) -> None:
     kept = callbacks.EarlyStopping(patience=30)
     runner, seen = executor(rate=2.0), At()
-    records = graphopt.fit(
-        runner, DATA, epochs=12, batch_size=10, callbacks=[kept, seen], checkpoint=tmp_path
-    )
+    records = graphopt.fit(runner, DATA, epochs=12, batch_size=10, callbacks=[kept, seen], checkpoint=tmp_path)
     losses = [record["validation_loss"] for record in records]
     assert losses.index(min(losses)) < 11 and seen.run.stopped is None
     assert same(runner.parameters, seen.weights[losses.index(min(losses))])
@@ -352,9 +346,7 @@ def test_a_range_test_of_a_quadratic_ends_where_its_curvature_says() -> None:
     data = {"x": x, "target": x @ np.ones((3, 2), np.float32)}
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     finder = callbacks.LearningRateFinder(min_learning_rate=1e-5, max_learning_rate=1e4, smoothing=0.5)
-    graphopt.fit(
-        graphopt.Executor(step, threads=1), data, epochs=1, batch_size=40, validation=None, callbacks=[finder]
-    )
+    graphopt.fit(graphopt.Executor(step, threads=1), data, epochs=1, batch_size=40, validation=None, callbacks=[finder])
     design = np.concatenate([x, np.ones((40, 1))], axis=1)
     bound = 2 / np.linalg.eigvalsh(2 * design.T @ design / (40 * 2)).max()  # a mean over 2 outputs
     assert finder.suggestion is not None and bound / 100 < finder.suggestion < bound
@@ -379,9 +371,7 @@ def test_an_average_is_pytorch_s(every: int) -> None:
     records = graphopt.fit(runner, DATA, **OPTIONS, callbacks=[average, seen])
     names = sorted(runner.parameters)
     module = torch.nn.ParameterList([torch.zeros(runner.parameters[name].shape) for name in names])
-    theirs = torch.optim.swa_utils.AveragedModel(
-        module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
+    theirs = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     for step, weights in enumerate(seen.steps, 1):
         for tensor, name in zip(module, names, strict=True):
             tensor.data = torch.from_numpy(weights[name])
@@ -595,9 +585,7 @@ def test_mlflow_has_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [one.step for one in history(run.info.run_id, "step/loss")] == list(range(1, 52))
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
     with pytest.raises(graphopt.GraphoptError, match=r"^MLflow: ") as raised:
-        graphopt.fit(
-            executor(), DATA, **OPTIONS, callbacks=[callbacks.MLflow(tracking_uri=f"file://{tmp_path}/b")]
-        )
+        graphopt.fit(executor(), DATA, **OPTIONS, callbacks=[callbacks.MLflow(tracking_uri=f"file://{tmp_path}/b")])
     assert "\n" not in str(raised.value)
 
 
@@ -612,9 +600,7 @@ def test_a_measure_that_is_not_there() -> None:
         graphopt.fit(executor(), DATA, **OPTIONS, callbacks=[callbacks.EarlyStopping("acuracy")])
     with pytest.raises(graphopt.GraphoptError, match="expected rows held out, found none"):
         graphopt.fit(executor(), DATA, **OPTIONS, validation=None, callbacks=[callbacks.EarlyStopping()])
-    records = graphopt.fit(
-        executor(), DATA, **OPTIONS, validation=None, callbacks=[callbacks.EarlyStopping("loss")]
-    )
+    records = graphopt.fit(executor(), DATA, **OPTIONS, validation=None, callbacks=[callbacks.EarlyStopping("loss")])
     assert len(records) == 4
 
 
@@ -656,19 +642,14 @@ def test_a_recipe_s_callbacks(here: Path, capsys: pytest.CaptureFixture[str]) ->
     lines = read_log("jsonl", here / "out/logs/mine.jsonl")
     best = min(lines, key=lambda line: line["validation_loss"])
     assert lines == read_log("jsonl", here / "out/metrics.jsonl") and len(lines) == best["epoch"] + 2 < 60
-    assert (
-        f"stopped   validation_loss has not improved in 2 epochs: the best was epoch {best['epoch']}\n"
-        in said
-    )
+    assert f"stopped   validation_loss has not improved in 2 epochs: the best was epoch {best['epoch']}\n" in said
     assert f"restored  the weights of epoch {best['epoch']}\n" in said
     assert f"held out  validation loss {best['validation_loss']:.4f}" in said
     assert len(read_log("csv", here / "out/mine.csv")) == len(lines)
 
 
 @pytest.mark.slow
-def test_a_class_of_your_own(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_of_your_own(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "mine.py").write_text(
         "import graphopt\nclass Stop(graphopt.Callback):\n    def __init__(self, after: int):\n"
         "        self.after = after\n    def on_epoch_end(self, run, record):\n"

@@ -91,9 +91,7 @@ def by_graphopt(
 ) -> tuple[dict[str, Any], graphopt.Executor]:
     """Return the loss and the gradients of a step of gradient descent."""
     optimizer = passes.SGD(1.0)
-    executor = graphopt.Executor(
-        graphopt.compile(model, loss=loss, optimizer=optimizer, **steps), native=False
-    )
+    executor = graphopt.Executor(graphopt.compile(model, loss=loss, optimizer=optimizer, **steps), native=False)
     before = executor.parameters
     reported = executor.step(feeds)
     found = {name: before[name] - array for name, array in executor.parameters.items()}
@@ -119,9 +117,7 @@ def test_losses_and_gradients_are_pytorch_s(head: str, blocks: int | None) -> No
 @pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_options_are_those_of_cross_entropy(reduction: str, smoothing: float, blocks: int | None) -> None:
-    loss = passes.CausalLanguageModel(
-        labels=True, label_smoothing=smoothing, reduction=reduction, blocks=blocks
-    )
+    loss = passes.CausalLanguageModel(labels=True, label_smoothing=smoothing, reduction=reduction, blocks=blocks)
     found, _ = by_graphopt(decoder("bias"), loss, {"input_ids": IDS, "labels": SOME})
     check(found, by_torch("bias", IDS, SOME, reduction=reduction, label_smoothing=smoothing))
 
@@ -210,9 +206,7 @@ def test_the_logits_are_outputs_of_prediction_and_evaluation_but_not_of_a_step()
     part = inference.extract(executor.model, with_role(executor.model, Role.LOSS))
     (scan,) = [node for node in part.graph if node.op_type == "Scan"]
     assert "Gemm" not in {node.op_type for node in subgraphs(scan)[0]}, "evaluation computes no gradient"
-    named = graphopt.Executor(
-        graphopt.compile(decoder(), loss=loss, optimizer=passes.SGD(1.0)), report=["logits"]
-    )
+    named = graphopt.Executor(graphopt.compile(decoder(), loss=loss, optimizer=passes.SGD(1.0)), report=["logits"])
     assert named.step(input_ids=IDS).keys() == {"loss", "logits"}
 
 
@@ -387,9 +381,7 @@ def test_mistakes_are_named() -> None:
     table = (WEIGHTS["table"] @ WEIGHTS["head"]).astype(np.float32)
     two.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
     for name in (None, "c"):
-        with pytest.raises(
-            graphopt.GraphoptError, match=r"name of the input of token ids.*the model has a, b"
-        ):
+        with pytest.raises(graphopt.GraphoptError, match=r"name of the input of token ids.*the model has a, b"):
             graphopt.compile(two, loss=passes.CausalLanguageModel(tokens=name))
     graphopt.compile(two, loss=passes.CausalLanguageModel(tokens="b"))
     with pytest.raises(graphopt.GraphoptError, match=r"expected logits of shape \[rows, tokens, classes\]"):
@@ -429,9 +421,7 @@ def test_a_file_with_the_logits_of_the_last_token_trains_on_all(kept: str, block
     ids = rng.integers(0, 11, (3, 5))
     (_, whole), (proto, pruned) = executor_of("", "h", "S"), executor_of(PRUNED[kept], "p", "1")
     for _ in range(4):
-        np.testing.assert_allclose(
-            pruned.step(input_ids=ids)["loss"], whole.step(input_ids=ids)["loss"], rtol=1e-6
-        )
+        np.testing.assert_allclose(pruned.step(input_ids=ids)["loss"], whole.step(input_ids=ids)["loss"], rtol=1e-6)
     expected = whole.predict(input_ids=ids)["logits"][:, -1:]
     np.testing.assert_allclose(pruned.predict(input_ids=ids)["logits"], expected, rtol=1e-5)
     for served in (pruned.trained(), pruned.trained(into=proto)):

@@ -79,9 +79,7 @@ def test_numbers_in_other_forms_are_read_as_the_error_says(name: str) -> None:
     assert ways(str(found.value))[0] in str(numeric.value)
 
 
-@pytest.mark.parametrize(
-    "form", ["%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%Y/%m/%d", "%d %b %Y", "%d/%m/%y", "%d-%b-%Y"]
-)
+@pytest.mark.parametrize("form", ["%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%Y/%m/%d", "%d %b %Y", "%d/%m/%y", "%d-%b-%Y"])
 @pytest.mark.parametrize("time", ["", " %H:%M"])
 def test_dates_in_other_forms_are_read_as_the_error_says(form: str, time: str) -> None:
     days = pd.date_range("2023-01-28 10:30", periods=60, freq="7D")
@@ -152,9 +150,7 @@ def test_the_options_survive_the_file_of_the_model() -> None:
     assert again is not None and again.encode({"x": ["$2,000"]}).tolist() == [[0.0]]
 
 
-@pytest.mark.parametrize(
-    "cells", [["5%", "7%"], ["$1", "$2"], ["1,500", "2,500"], ["01/02/2024", "28/03/2024"]]
-)
+@pytest.mark.parametrize("cells", [["5%", "7%"], ["$1", "$2"], ["1,500", "2,500"], ["01/02/2024", "28/03/2024"]])
 def test_a_target_in_such_a_form_is_refused(cells: list[str]) -> None:
     with pytest.raises(GraphoptError, match="column 'y': expected plain numbers, or names of classes, found"):
         data.table({"a": range(40), "y": cells * 20}, target="y", columns="auto")
@@ -196,9 +192,7 @@ WORKBOOK = b"PK\x03\x04\x14\x00\x06\x00" + bytes(range(256))
     ],
 )
 @pytest.mark.parametrize("reader", [data.csv, data.parquet])
-def test_files_of_another_format_are_named(
-    name: str, content: bytes, said: str, reader: Any, tmp_path: Path
-) -> None:
+def test_files_of_another_format_are_named(name: str, content: bytes, said: str, reader: Any, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(GraphoptError, match=said):
         reader(str(tmp_path / name))

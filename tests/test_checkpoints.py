@@ -57,9 +57,7 @@ def whole() -> tuple[graphopt.Executor, list[Record]]:
 @pytest.mark.parametrize("shuffle", [True, "consecutive", False])
 @pytest.mark.sample(10)
 @pytest.mark.slow
-def test_a_stopped_run_continues_bit_for_bit(
-    tmp_path: Path, step: int, shuffle: Any, reads_state: bool
-) -> None:
+def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, step: int, shuffle: Any, reads_state: bool) -> None:
     twin = executor(steps_per_call=4)
     expected = graphopt.fit(twin, DATA, **OPTIONS, shuffle=shuffle)
     stop = StopAt(step, reads_state=reads_state)
@@ -272,9 +270,7 @@ def epochs_logged(folder: Path) -> int:
     "kills",
     [pytest.param(2, id="2"), pytest.param(50, id="50", marks=pytest.mark.exhaustive)],
 )
-def test_killed_at_random_moments(
-    tmp_path: Path, uninterrupted: tuple[list[bytes], float], kills: int
-) -> None:
+def test_killed_at_random_moments(tmp_path: Path, uninterrupted: tuple[list[bytes], float], kills: int) -> None:
     """Four of five kills hit training, the fifth a random moment of the start."""
     expected, starting = uninterrupted
     moments = random.Random(kills)

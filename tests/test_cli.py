@@ -200,9 +200,7 @@ def test_report_uses_sizes_that_the_network_takes(capsys: pytest.CaptureFixture[
     assert "at batch size 32 and size 64 of other open axes, estimated" in capsys.readouterr().out
 
 
-def test_report_says_all_that_blocks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_says_all_that_blocks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for operator in ("Gemm", "Tanh"):
         monkeypatch.delitem(RULES, ("", operator))
     assert cli.main(["run=report", "model=my.onnx", "folder=out"]) == 0
@@ -225,9 +223,7 @@ def test_a_comparison_shows_the_epoch_whose_weights_the_file_has(capsys: pytest.
 
 
 @pytest.mark.slow
-def test_a_full_disk_names_the_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_the_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -241,9 +237,7 @@ def test_a_table_in_a_pipe_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"optimizer.groups_of_a_long_name_{i}" for i in range(30)]
     for run in range(2):
         Path(f"out/{run}/.hydra").mkdir(parents=True)
-        Path(f"out/{run}/.hydra/overrides.yaml").write_text(
-            yaml.safe_dump([f"{one}={run}" for one in options])
-        )
+        Path(f"out/{run}/.hydra/overrides.yaml").write_text(yaml.safe_dump([f"{one}={run}" for one in options]))
     SweepTable().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": "out"}}}))
     said = capsys.readouterr().out
     assert all(one in said for one in options) and "…" not in said
@@ -290,9 +284,7 @@ def test_a_recipe_that_names_a_class_needs_no_option(chosen: list[str], ranks: b
 
 
 @pytest.mark.slow
-def test_too_little_memory_is_one_line(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         np.empty(2**46)
 
@@ -332,9 +324,7 @@ def test_a_file_and_a_verb_stand_for_fields(words: str) -> None:
     assert cli.main([*WORDS[words], *MINE[1:]]) == 0
     if "options" not in words:
         config = yaml.safe_load(Path("out/config.yaml").read_text())
-        assert config["model"] == next(word for word in WORDS[words] if ".onnx" in word).removeprefix(
-            "model="
-        )
+        assert config["model"] == next(word for word in WORDS[words] if ".onnx" in word).removeprefix("model=")
         verbs = {word for word in WORDS[words] if word in ("compile", "report")} or {"train"}
         assert config["run"] in verbs
 
@@ -349,9 +339,7 @@ def test_ctrl_c_leaves_a_trained_model() -> None:
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # a background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -366,9 +354,7 @@ def test_ctrl_c_leaves_a_trained_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("measure", ["validation_loss", "accuracy"])
-def test_trained_onnx_has_the_weights_of_the_best_epoch(
-    measure: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained_onnx_has_the_weights_of_the_best_epoch(measure: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = [
         "fit.epochs=12",
         "optimizer.learning_rate=0.1",
@@ -379,21 +365,15 @@ def test_trained_onnx_has_the_weights_of_the_best_epoch(
     assert cli.main([*run, "folder=best"]) == cli.main([*run, "folder=last", "fit.export=last"]) == 0
     said = capsys.readouterr().out
     records = lines("best/metrics.jsonl")
-    assert [r["loss"] for r in records] == [
-        r["loss"] for r in lines("last/metrics.jsonl")
-    ]  # the steps are the same
-    best = min(
-        records, key=lambda r: r["validation_loss"] if measure == "validation_loss" else -r["accuracy"]
-    )
+    assert [r["loss"] for r in records] == [r["loss"] for r in lines("last/metrics.jsonl")]  # the steps are the same
+    best = min(records, key=lambda r: r["validation_loss"] if measure == "validation_loss" else -r["accuracy"])
     assert best["epoch"] < 12, "the case tells nothing"
     assert said.count(f"restored  the weights of epoch {best['epoch']}\n") == 1
     assert said.count("the weights are those of the last epoch: fit.export=best keeps the best") == 1
     for folder, record in (("best", best), ("last", records[-1])):
         assert cli.main(["evaluate", f"folder={folder}"]) == 0
         found = json.loads(Path(folder, "metrics.json").read_text())
-        assert (found["loss"], found["accuracy"]) == pytest.approx(
-            (record["validation_loss"], record["accuracy"])
-        )
+        assert (found["loss"], found["accuracy"]) == pytest.approx((record["validation_loss"], record["accuracy"]))
 
 
 def test_a_head_has_as_many_outputs_as_the_data_has_classes() -> None:

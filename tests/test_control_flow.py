@@ -88,15 +88,11 @@ def proved(name: str) -> dict[str, np.ndarray]:
 
 def seeded(name: str) -> dict[str, np.ndarray]:
     feeds = point(name)
-    return feeds | testing.random_seeds(
-        testing.evaluate_reference(ir.from_proto(model_of(name, "double")), feeds)
-    )
+    return feeds | testing.random_seeds(testing.evaluate_reference(ir.from_proto(model_of(name, "double")), feeds))
 
 
 def in_onnxruntime(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    session = onnxruntime.InferenceSession(
-        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     types = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
     taken = {x.name: feeds[x.name].astype(types[x.type]) for x in session.get_inputs()}
     return dict(zip([y.name for y in session.get_outputs()], session.run(None, taken), strict=True))

@@ -57,16 +57,12 @@ def twin(
     y = torch.tensor(X) * weight
     scores = y.log() if probabilities else y.log_softmax(2)
     counts = torch.tensor((target >= 0).sum(1))
-    loss = F.ctc_loss(
-        scores.transpose(0, 1), torch.tensor(target).clamp(0), torch.tensor(lengths), counts, **options
-    )
+    loss = F.ctc_loss(scores.transpose(0, 1), torch.tensor(target).clamp(0), torch.tensor(lengths), counts, **options)
     loss.backward()
     return loss.item(), weight.grad.numpy()
 
 
-def check(
-    loss: passes.CTC, expected: tuple[float, np.ndarray], order: tuple[int, ...], **feeds: np.ndarray
-) -> None:
+def check(loss: passes.CTC, expected: tuple[float, np.ndarray], order: tuple[int, ...], **feeds: np.ndarray) -> None:
     executor = graphopt.Executor(step_of(loss, order))
     reported = executor.step(x=X.transpose(order), **feeds)
     np.testing.assert_allclose(reported["loss"], expected[0], rtol=1e-10)
@@ -79,9 +75,7 @@ def check(
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.slow
 def test_loss_and_gradient_are_pytorchs(order: tuple[int, ...], reduction: Any, lengths: bool) -> None:
-    loss = passes.CTC(
-        axis=order.index(2), time_axis=order.index(1) - 3, input_lengths=lengths, reduction=reduction
-    )
+    loss = passes.CTC(axis=order.index(2), time_axis=order.index(1) - 3, input_lengths=lengths, reduction=reduction)
     steps = LENGTHS if lengths else np.full(ROWS, STEPS)
     feeds = {"input_lengths": LENGTHS} if lengths else {}
     check(loss, twin(TARGET, steps, reduction=reduction), order, target=TARGET, **feeds)
@@ -109,9 +103,7 @@ def test_a_model_may_predict_probabilities() -> None:
 def test_labels_that_do_not_fit_have_an_infinite_loss_or_none() -> None:
     short = np.array([9, 2, 1, 3, 4])
     with pytest.raises(graphopt.NonFiniteLoss):
-        graphopt.Executor(step_of(passes.CTC(input_lengths=True))).step(
-            x=X, target=TARGET, input_lengths=short
-        )
+        graphopt.Executor(step_of(passes.CTC(input_lengths=True))).step(x=X, target=TARGET, input_lengths=short)
     expected = twin(TARGET, short, zero_infinity=True)
     loss = passes.CTC(input_lengths=True, zero_infinity=True)
     check(loss, expected, (0, 1, 2), target=TARGET, input_lengths=short)
@@ -166,9 +158,7 @@ def test_a_recognizer_trains_as_in_pytorch(options: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     names = {"input_names": ["x"], "output_names": ["y"]}
     torch.onnx.export(network, (images,), buffer, dynamo=False, dynamic_axes={"x": {0: "N"}}, **names)
-    step = graphopt.compile(
-        onnx.load_from_string(buffer.getvalue()), loss=passes.CTC(), optimizer=passes.SGD(0.1)
-    )
+    step = graphopt.compile(onnx.load_from_string(buffer.getvalue()), loss=passes.CTC(), optimizer=passes.SGD(0.1))
     executor = graphopt.Executor(step, **options)
     found = executor.run([{"x": images.numpy(), "target": target.numpy()}] * 6)
     optimizer = torch.optim.SGD(network.parameters(), 0.1)

@@ -372,9 +372,7 @@ def nodes_that_nothing_reads(proto: onnx.ModelProto) -> None:
 
 @damage
 def names_with_all_signs(proto: onnx.ModelProto) -> None:
-    names = {
-        y: f"/{y} (1):0,\n ä" for graph in graphs(proto.graph) for node in graph.node for y in node.output
-    }
+    names = {y: f"/{y} (1):0,\n ä" for graph in graphs(proto.graph) for node in graph.node for y in node.output}
     kept = {y.name for graph in graphs(proto.graph) for y in graph.output}
     for graph in graphs(proto.graph):
         for node in graph.node:
@@ -421,9 +419,7 @@ def the_end_in_a_branch(proto: onnx.ModelProto) -> None:
     other = helper.make_node("Neg", [last.input[0]], ["other_out"])
     branches = {
         "then_branch": helper.make_graph([then], "then", [], outputs),
-        "else_branch": helper.make_graph(
-            [other], "else", [], [helper.make_tensor_value_info("other_out", 1, None)]
-        ),
+        "else_branch": helper.make_graph([other], "else", [], [helper.make_tensor_value_info("other_out", 1, None)]),
     }
     condition = numpy_helper.from_array(np.array(True), "chosen")
     proto.graph.initializer.append(condition)
@@ -446,9 +442,7 @@ def run(proto: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
     return next(iter(outputs(proto, {"x": x}).values()))
 
 
-def trained(
-    source: onnx.ModelProto | Path, x: np.ndarray, target: np.ndarray
-) -> tuple[np.ndarray, list[float]]:
+def trained(source: onnx.ModelProto | Path, x: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, list[float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = graphopt.compile(source, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))

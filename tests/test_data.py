@@ -28,9 +28,7 @@ LABELS = np.array([0, 1, 2, 1, 0])
 
 
 def inputs(loss: Any = None) -> dict[str, ir.Value]:
-    model = graphopt.standard(loss=loss or passes.CrossEntropy(), gradient=None, simplify=None)(
-        mlp((4, 8, 3))
-    )
+    model = graphopt.standard(loss=loss or passes.CrossEntropy(), gradient=None, simplify=None)(mlp((4, 8, 3)))
     return {v.name: v for v in model.graph.inputs if v.name in ("x", "target", "sample_weight")}
 
 
@@ -189,13 +187,9 @@ def test_columns_of_lists_of_a_fixed_size_are_arrays(tmp_path: Path, reader: Any
     joined = reader(path, features=["one", "pair"]).arrays["x"]
     assert (joined == np.stack([np.arange(10), np.arange(0, 20, 2), np.arange(1, 20, 2)], axis=1)).all()
     assert (reader(path, features=["one"], target="pair").arrays["target"] == joined[:, 1:]).all()
-    with pytest.raises(
-        GraphoptError, match=r"expected columns of cells or lists .*'image' \[3, 4\], 'one' \[\]"
-    ):
+    with pytest.raises(GraphoptError, match=r"expected columns of cells or lists .*'image' \[3, 4\], 'one' \[\]"):
         reader(path, features=["image", "one"])
-    missing = pyarrow.table(
-        {"a": pyarrow.array([[1, 2], None], pyarrow.list_(pyarrow.int64(), 2)), "target": [0, 1]}
-    )
+    missing = pyarrow.table({"a": pyarrow.array([[1, 2], None], pyarrow.list_(pyarrow.int64(), 2)), "target": [0, 1]})
     parquet.write_table(missing, path) if reader is data.parquet else arrow_file(tmp_path / "t", missing)
     with pytest.raises(GraphoptError, match="column 'a': expected a list in every row, found rows without"):
         reader(path)
@@ -293,9 +287,7 @@ def test_a_small_archive_of_a_large_array_is_refused_before_it_is_read(
     np.savez_compressed(path, x=np.zeros((2**18, 4)), target=np.zeros(2**18))
     data.npz(path)
     monkeypatch.setattr(data.files, "_UNSUSPICIOUS", 2**20)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"):
         data.npz(path)
     assert len(data.npz(path, expansion=2000)) == 2**18
 
@@ -303,9 +295,7 @@ def test_a_small_archive_of_a_large_array_is_refused_before_it_is_read(
 def test_pipes_and_folders_are_no_data(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.npy")
     for reader in (data.arrow, data.csv, data.npz, data.parquet, data.text):
-        with pytest.raises(
-            graphopt.GraphoptError, match=r"x\.npy: expected a file, found a device or a pipe"
-        ):
+        with pytest.raises(graphopt.GraphoptError, match=r"x\.npy: expected a file, found a device or a pipe"):
             reader(str(tmp_path / "x.npy"))
         with pytest.raises(graphopt.GraphoptError, match="expected a file, found a folder"):
             reader(str(tmp_path))
@@ -439,9 +429,7 @@ def test_texts_and_lists_are_read_from_what_other_libraries_write(tmp_path: Path
     texts = ["cat", "dog"] * 50
     table = pyarrow.table({"a": x[:, 0], "b": x[:, 1], "kind": texts, "unused": ["x"] * 100})
     read = data.parquet if ending == "parquet" else data.arrow
-    found = read(
-        _written(tmp_path / f"t.{ending}", table), features=["a", "b"], target="kind", labels=["cat", "dog"]
-    )
+    found = read(_written(tmp_path / f"t.{ending}", table), features=["a", "b"], target="kind", labels=["cat", "dog"])
     assert (found.arrays["x"] == x).all()
     assert found.arrays["target"].tolist() == [0, 1] * 50
     with pytest.raises(GraphoptError, match="unknown column 'c'; known: a, b, kind, unused"):
@@ -473,9 +461,7 @@ def test_a_column_that_is_not_used_is_not_read(tmp_path: Path) -> None:
     pool = pyarrow.system_memory_pool()
     assert (data.parquet(path, features=["x"], target=None).arrays["x"][:, 0] == np.arange(500)).all()
     assert pool.bytes_allocated() < 10**8
-    with pytest.raises(
-        GraphoptError, match=r"column 'unused', row 0: expected a number, found 'x+"
-    ) as caught:
+    with pytest.raises(GraphoptError, match=r"column 'unused', row 0: expected a number, found 'x+") as caught:
         data.parquet(path, target=None)  # which holds the text once
     assert len(str(caught.value)) < 500
 

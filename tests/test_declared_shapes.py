@@ -120,9 +120,7 @@ def test_a_loss_that_is_declared_as_a_scalar_trains(keepdims):
 def test_the_report_says_which_shapes_were_wrong():
     pipeline = graphopt.standard(loss=passes.MeanSquaredError())
     wrong = report(declared(*WRONG["an inner value's rank"], w=ONES), pipeline).summary()
-    assert (
-        "shapes     2 of the file are wrong, such as 'h' as [] for [N,3]: inferred ones replace them" in wrong
-    )
+    assert "shapes     2 of the file are wrong, such as 'h' as [] for [N,3]: inferred ones replace them" in wrong
     assert "\nshapes " not in report(model(LINEAR, w=ONES), pipeline).summary()
 
 
@@ -168,9 +166,7 @@ def test_a_size_that_the_file_fixes_is_told():
     )  # fmt: skip
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     feeds = {"x": np.ones((1, 5, 4), np.float32), "target": np.ones((1, 5, 3), np.float32)}
-    with pytest.raises(
-        graphopt.GraphoptError, match="the model computes 2 along axis 1 for every size of its"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="the model computes 2 along axis 1 for every size of its"):
         graphopt.Executor(step).step(feeds)
 
 

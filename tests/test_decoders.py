@@ -109,17 +109,11 @@ FORMS: dict[str, tuple[str, str, str, int]] = {
 
 def decoder(form: str) -> onnx.ModelProto:
     more, results, nodes, opset = FORMS[form]
-    shapes = (
-        {"w": (D, 3 * D), "bias": (3 * D,)}
-        if form == "stacked"
-        else dict.fromkeys(("wq", "wk", "wv"), (D, D))
-    )
+    shapes = {"w": (D, 3 * D), "bias": (3 * D,)} if form == "stacked" else dict.fromkeys(("wq", "wk", "wv"), (D, D))
     weights = {name: RNG.standard_normal(shape).astype(np.float32) / 2 for name, shape in shapes.items()}
     text = f"{HEADER.format(opset=opset)} g (float[B,S,{D}] x, {more}) => (float[B,S,{D}] y, {results}) {{ {nodes} }}"
     proto = onnx.parser.parse_model(text)
-    proto.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array, name) for name, array in weights.items()
-    )
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
     return proto
 
 
@@ -127,9 +121,7 @@ def run(model: onnx.ModelProto, x: np.ndarray) -> dict[str, np.ndarray]:
     """Run a model with an empty past."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    running = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    running = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     feeds: dict[str, np.ndarray] = {}
     for value in running.get_inputs():
         sizes = [{"B": B, "S": S, "P": 0, "M": S}.get(dim, dim) for dim in value.shape]
@@ -197,9 +189,7 @@ def test_attention_of_rows_with_lengths_trains_as_pytorch_does(causal):
     np.testing.assert_allclose(*np.transpose(losses), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "form", ["group query", "multi-head", "stacked", "of ONNX", "of ONNX, opset 24", "by hand"]
-)
+@pytest.mark.parametrize("form", ["group query", "multi-head", "stacked", "of ONNX", "of ONNX, opset 24", "by hand"])
 def test_scores_of_attention_are_marked(form):
     model = normalized(decoder(form))
     marked = [node for node in model.graph if ATTENTION_SCORES.is_set(node)]
@@ -214,9 +204,7 @@ def test_positions_of_rotary_embeddings_are_marked():
                 x, x, x, , , n, total, cos, sin) }}"""
     )
     tables = {name: np.ones((8, 8), np.float32) for name in ("cos", "sin")}
-    proto.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array, name) for name, array in tables.items()
-    )
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in tables.items())
     marked = [node for node in normalized(proto).graph if TOKEN_POSITIONS.is_set(node)]
     assert len(marked) == 1 and [*marked[0].outputs[0].shape] == [1, "S"]
 
@@ -312,9 +300,7 @@ def test_a_past_that_is_computed_is_refused():
     text = f"""{HEADER.format(opset=21)} g (float[B,S,16] x, float[B,2,P,8] past, int32[B] n, int32 total)
         => (float[B,S,16] y) {{ twice = Add(past, past) y = com.microsoft.GroupQueryAttention<num_heads = 2,
         kv_num_heads = 2>(x, x, x, twice, twice, n, total) }}"""
-    with pytest.raises(
-        graphopt.GraphoptError, match="its past 'twice' is not covered: expected an input that only"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="its past 'twice' is not covered: expected an input that only"):
         normalized(onnx.parser.parse_model(text))
 
 
@@ -324,9 +310,7 @@ def test_declared_shapes_of_constants_give_way():
     proto.graph.value_info.append(onnx.helper.make_tensor_value_info("axes", onnx.TensorProto.INT64, []))
     x = RNG.standard_normal((B, S, D)).astype(np.float32)
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    np.testing.assert_allclose(
-        graphopt.Executor(step).predict(x=x)["y"], run(proto, x)["y"], rtol=1e-4, atol=1e-6
-    )
+    np.testing.assert_allclose(graphopt.Executor(step).predict(x=x)["y"], run(proto, x)["y"], rtol=1e-4, atol=1e-6)
 
 
 # The file that was compiled, with trained weights.
@@ -346,9 +330,7 @@ def tied() -> onnx.ModelProto:
         "third": w[1, 4:8].copy(),
         "frozen": w[0, 4:8].copy(),
     }
-    proto.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()
-    )
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items())
     return proto
 
 
@@ -356,9 +338,7 @@ def test_tied_weights_and_those_in_nodes_go_into_the_file(tmp_path):
     proto = tied()
     graphopt.save(proto, tmp_path / "model.onnx")
     parameters = passes.Parameters(freeze="frozen", retie="second")
-    step = graphopt.compile(
-        proto, parameters=parameters, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
-    )
+    step = graphopt.compile(proto, parameters=parameters, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     graphopt.save(step, tmp_path / "step.onnx")
     executor = graphopt.Executor(graphopt.load(tmp_path / "step.onnx"), threads=1)
     assert numbers(executor.trained(into=proto)) == numbers(proto)

@@ -66,9 +66,7 @@ def test_several_steps_in_a_call_and_predictions_flush_as_well(native: bool) -> 
     """In one form: by default, a machine may take kernels for several steps alone, which round otherwise."""
     if native and toolchain.compiler() is None:
         pytest.skip("needs a C compiler")
-    step = graphopt.compile(
-        embedding(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01, momentum=0.5)
-    )
+    step = graphopt.compile(embedding(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01, momentum=0.5))
     one, several = (graphopt.Executor(step, threads=1, steps_per_call=n, native=native) for n in (1, 16))
     batches = [batch([*range(40)]), *[batch([7] * 40)] * 200]
     losses = [[x["loss"] for x in executor.iterate(batches)] for executor in (one, several)]

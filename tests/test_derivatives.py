@@ -146,9 +146,7 @@ def test_a_family_has_products_of_both_sides_with_several_seeds(tmp_path: Path) 
     expected = {
         "adj_x": [adjoint(x, seed) for seed in left],
         "fwd_y": [torch.func.jvp(module, (x,), (seed,))[1] for seed in right],
-        "fwd_adj_x": [
-            torch.func.jvp(adjoint, (x, left[0]), seeds)[1] for seeds in zip(right, left, strict=True)
-        ],
+        "fwd_adj_x": [torch.func.jvp(adjoint, (x, left[0]), seeds)[1] for seeds in zip(right, left, strict=True)],
     }
     feeds = {"x": x.numpy(), "adj_y": packed(left), "fwd_x": packed(right), "fwd_adj_y": packed(left)}
     for path, (name, products) in zip(paths[1:], expected.items(), strict=True):
@@ -200,9 +198,7 @@ def test_training_on_energies_and_forces_is_that_of_pytorch() -> None:
     file = exported(module, torch.randn(3, 2, 3))
     file = graphopt.Pipeline(normalize=passes.Normalize(), **FORCES)(graphopt.load(file))
     x, y, forces = (rng.standard_normal((16, *shape)).astype(np.float32) for shape in [(2, 3), (1,), (2, 3)])
-    loss = passes.Losses(
-        {"y": passes.MeanSquaredError(), "forces": passes.MeanSquaredError()}, {"forces": 0.5}
-    )
+    loss = passes.Losses({"y": passes.MeanSquaredError(), "forces": passes.MeanSquaredError()}, {"forces": 0.5})
     executor = graphopt.Executor(graphopt.compile(file, loss=loss, optimizer=passes.SGD(0.05)), native=False)
     optimizer = torch.optim.SGD(module.parameters(), 0.05)
     for _ in range(10):
@@ -257,9 +253,7 @@ def test_what_cannot_be_differentiated_is_named(derivative: graphopt.Pipeline, m
 
 def test_several_rows_at_once_need_an_open_batch() -> None:
     proto = model("g (float[2,3] x) => (float[2,3] y) { y = Tanh(x) }")
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"rows=2: expected an open batch, found 'x' of shape \[2,3\]"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"rows=2: expected an open batch, found 'x' of shape \[2,3\]"):
         graphopt.jacobian(proto, "x", rows=2)
     found = graphopt.run(graphopt.jacobian(proto, "x"), {"x": np.zeros((2, 3), np.float32)})
     np.testing.assert_array_equal(found["y.jacobian.x"], np.stack([np.eye(3)] * 2))

@@ -95,9 +95,7 @@ def test_shared_memory_is_released_and_may_be_refused() -> None:
     assert found["loss"][0] == pytest.approx(found["loss"][1], rel=1e-6)
 
 
-@pytest.mark.skipif(
-    not (Path(SYSTEM).exists() and Path(LIBRARY).exists()), reason="expects Debian's Open MPI"
-)
+@pytest.mark.skipif(not (Path(SYSTEM).exists() and Path(LIBRARY).exists()), reason="expects Debian's Open MPI")
 @pytest.mark.exhaustive
 def test_workers_of_the_system_s_mpi() -> None:
     check_equal(program("equal", 2, mpiexec=SYSTEM, MPI4PY_LIBMPI=LIBRARY))
@@ -117,9 +115,7 @@ def test_a_worker_that_dies_in_a_validation_leaves_its_rows_to_the_others() -> N
 # --- The command ---
 
 
-def start(
-    folder: Path, *arguments: str, launch: list[str] = LAUNCH, **environment: str
-) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, launch: list[str] = LAUNCH, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*launch, f"folder={folder / 'run'}", *arguments],
         cwd=folder,
@@ -452,9 +448,7 @@ def test_workers_of_one_machine_listen_on_no_network(tmp_path: Path) -> None:
                 is_ours = Path(os.readlink(place / "cwd")) == tmp_path and "python" in command
                 if is_ours and "mpiexec" not in command and "prte" not in command:
                     found += 1
-                    assert not listening & {os.readlink(handle) for handle in (place / "fd").iterdir()}, (
-                        command
-                    )
+                    assert not listening & {os.readlink(handle) for handle in (place / "fd").iterdir()}, command
             except OSError:  # it has ended
                 continue
         assert found >= 3

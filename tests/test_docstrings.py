@@ -37,9 +37,7 @@ def examples(module: Any, name: str) -> doctest.DocTest:
     return doctest.DocTestParser().get_doctest(str(member.__doc__), known, name, member.__module__, None)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), NAMES, ids=lambda part: part if isinstance(part, str) else part.__name__
-)
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=lambda part: part if isinstance(part, str) else part.__name__)
 @pytest.mark.slow
 def test_the_example_of_a_public_name_runs(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,9 +89,7 @@ def test_names_in_docstrings_and_pages_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in passes.__all__ if dataclasses.is_dataclass(getattr(passes, name))]
-)
+@pytest.mark.parametrize("name", [name for name in passes.__all__ if dataclasses.is_dataclass(getattr(passes, name))])
 def test_every_field_of_a_pass_is_explained(name: str) -> None:
     kind = getattr(passes, name)
     assert {field.name for field in dataclasses.fields(kind)} <= set(described(kind))

@@ -42,9 +42,7 @@ def pretend(folder: Path, name: str, version: str, module: str) -> None:
 def test_an_environment_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = told(capsys)
-    assert {"python", "runtime", "packages", "compiler", "cache", "folder", "training", "healthy"} <= set(
-        lines
-    )
+    assert {"python", "runtime", "packages", "compiler", "cache", "folder", "training", "healthy"} <= set(lines)
     assert re.search(r"loss 1\.\d+ to 1\.\d+, checked", lines["training"]) and not lines["error"]
     assert not list(Path().iterdir())
 

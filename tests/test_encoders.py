@@ -46,8 +46,7 @@ CASES = {
         "i",
     ),
     "LabelEncoder of floats": Case(
-        "v = ai.onnx.ml.LabelEncoder<keys_strings = ['a', 'b'], values_floats = [1.5, 2.0]>(s)"
-        " z = Unsqueeze(v, one)",
+        "v = ai.onnx.ml.LabelEncoder<keys_strings = ['a', 'b'], values_floats = [1.5, 2.0]>(s) z = Unsqueeze(v, one)",
         1,
         "v",
     ),
@@ -64,15 +63,11 @@ CASES = {
         " ngram_counts = [0], ngram_indexes = [0, 1], pool_strings = ['a', 'b']>(t)",
         2,
     ),
-    "StringSplit": Case(
-        "t, c = StringSplit<delimiter = ' '>(s) v = Cast<to = 1>(c) z = Unsqueeze(v, one)", 1, "c"
-    ),
+    "StringSplit": Case("t, c = StringSplit<delimiter = ' '>(s) v = Cast<to = 1>(c) z = Unsqueeze(v, one)", 1, "c"),
     "StringConcat, Equal": Case(
         "d = StringConcat(s, s) e = Equal(d, twice) v = Cast<to = 1>(e) z = Unsqueeze(v, one)", 1, "e"
     ),
-    "RegexFullMatch": Case(
-        "e = RegexFullMatch<pattern = 'a.*'>(s) v = Cast<to = 1>(e) z = Unsqueeze(v, one)", 1, "e"
-    ),
+    "RegexFullMatch": Case("e = RegexFullMatch<pattern = 'a.*'>(s) v = Cast<to = 1>(e) z = Unsqueeze(v, one)", 1, "e"),
     "numbers among strings": Case(
         "n = Cast<to = 8>(k) d = StringConcat(s, n) e = Equal(d, seven) v = Cast<to = 1>(e) z = Unsqueeze(v, one)",
         1,
@@ -174,9 +169,7 @@ def test_outputs_that_strings_alone_decide_come_back():
 
 
 def test_a_string_that_nothing_reads_is_fed_and_ignored():
-    whole = onnx.parser.parse_model(
-        f"{HEAD} g (string[N] s, float[N,4] x) => (float[N,1] y) {{ y = MatMul(x, w) }}"
-    )
+    whole = onnx.parser.parse_model(f"{HEAD} g (string[N] s, float[N,4] x) => (float[N,1] y) {{ y = MatMul(x, w) }}")
     whole.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 1), np.float32), "w"))
     executor = graphopt.Executor(graphopt.compile(whole, **STEPS), native=False)
     feeds = {name: x for name, x in batch_of(3).items() if name != "k"}
@@ -210,9 +203,7 @@ def test_a_check_on_strings_compares_the_file():
 def test_a_note_of_encoders_is_checked():
     step = graphopt.compile(whole_of(CASES["OneHotEncoder"]), **STEPS)
     step.metadata_props["graphopt.encoders"] = '{"inputs": ["s"], "part": "AAAA"}'
-    with pytest.raises(
-        GraphoptError, match=r"metadata 'graphopt\.encoders': expected names of inputs and the part"
-    ):
+    with pytest.raises(GraphoptError, match=r"metadata 'graphopt\.encoders': expected names of inputs and the part"):
         graphopt.Executor(step)
 
 
@@ -235,9 +226,7 @@ TYPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "encoder", [OneHotEncoder(handle_unknown="ignore"), OrdinalEncoder()], ids=["hot", "ordinal"]
-)
+@pytest.mark.parametrize("encoder", [OneHotEncoder(handle_unknown="ignore"), OrdinalEncoder()], ids=["hot", "ordinal"])
 @pytest.mark.parametrize("labels", [[0, 1], ["no", "yes"]], ids=["numbers", "names"])
 def test_a_pipeline_of_scikit_learn_trains(encoder, labels):
     table, classes = people()
@@ -305,17 +294,13 @@ def test_a_trained_model_computes_no_value_twice():
     trained = graphopt.Executor(step, native=False).trained()
     onnx.checker.check_model(trained)
     made = [y for node in trained.graph.node for y in node.output]
-    assert len({*made, *(x.name for x in trained.graph.initializer)}) == len(made) + len(
-        trained.graph.initializer
-    )
+    assert len({*made, *(x.name for x in trained.graph.initializer)}) == len(made) + len(trained.graph.initializer)
 
 
 def test_the_command_reads_the_columns_that_the_file_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table, classes = people()
-    columns = ColumnTransformer(
-        [("texts", OneHotEncoder(), ["city", "job"]), ("numbers", StandardScaler(), ["age"])]
-    )
+    columns = ColumnTransformer([("texts", OneHotEncoder(), ["city", "job"]), ("numbers", StandardScaler(), ["age"])])
     pipeline = make_pipeline(columns, LogisticRegression()).fit(table, classes)
     onnx.save(to_onnx(pipeline, initial_types=TYPES, options={"zipmap": False}), "pipeline.onnx")
     table.assign(target=classes).to_csv("people.csv", index=False)

@@ -196,9 +196,7 @@ def test_a_fitted_regressor_continues() -> None:
         ours.partial_fit(X_DIABETES, Y_DIABETES)
         theirs.partial_fit(X_DIABETES, Y_DIABETES)
     np.testing.assert_allclose(ours.predict(X_DIABETES), theirs.predict(X_DIABETES), rtol=1e-6)
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected a fitted MLPRegressor, found LogisticRegression"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected a fitted MLPRegressor, found LogisticRegression"):
         graphopt.OnnxRegressor.from_sklearn(LogisticRegression())
     with pytest.raises(NotFittedError):
         graphopt.OnnxRegressor.from_sklearn(MLPRegressor())
@@ -320,9 +318,7 @@ def test_a_pipeline_of_a_classifier_is_one_model(name: str, dtype: str) -> None:
     ):
         assert list(found) == ["label", "probabilities"]
         np.testing.assert_array_equal(found["label"], pipeline.predict(X_IRIS))
-        np.testing.assert_allclose(
-            found["probabilities"], pipeline.predict_proba(X_IRIS), atol=1e-6, rtol=1e-5
-        )
+        np.testing.assert_allclose(found["probabilities"], pipeline.predict_proba(X_IRIS), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("y", [Y_DIABETES, np.stack([Y_DIABETES, -Y_DIABETES], axis=1)], ids=["one", "two"])
@@ -354,9 +350,7 @@ def test_a_table_of_text_and_numbers_is_one_model() -> None:
     found = run(graphopt.to_onnx(pipeline, table), table)
     np.testing.assert_array_equal(found["label"], pipeline.predict(table))
     np.testing.assert_allclose(found["probabilities"], pipeline.predict_proba(table), atol=1e-5)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"found text in input 'city': encode it in a step before"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"found text in input 'city': encode it in a step before"):
         graphopt.to_onnx(pipeline[-1], table)
 
 
@@ -370,9 +364,7 @@ def test_a_table_of_text_and_numbers_is_one_model() -> None:
     ],
     ids=["classes", "two", "hinge", "numbers"],
 )
-def test_a_trainer_in_a_pipeline_is_one_model(
-    loss: Any, units: int, y: np.ndarray, outputs: list[str]
-) -> None:
+def test_a_trainer_in_a_pipeline_is_one_model(loss: Any, units: int, y: np.ndarray, outputs: list[str]) -> None:
     X = X_IRIS.astype(np.float32)
     trainer = graphopt.Trainer(models.mlp((4,), units), loss=loss, max_iter=2)
     pipeline = make_pipeline(StandardScaler(), trainer).fit(X, y)
@@ -415,9 +407,7 @@ def test_a_model_keeps_its_own_outputs_apart_from_the_predictor() -> None:
 def test_a_model_of_one_s_own() -> None:
     X, y = load_digits(return_X_y=True)
     X = (X / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    network = graphopt.OnnxClassifier(
-        models.cnn((1, 8, 8), 10), max_iter=12, random_state=0, learning_rate_init=5e-3
-    )
+    network = graphopt.OnnxClassifier(models.cnn((1, 8, 8), 10), max_iter=12, random_state=0, learning_rate_init=5e-3)
     assert network.fit(X[:1500], y[:1500]).score(X[1500:], y[1500:]) > 0.9
     np.testing.assert_allclose(network.predict_proba(X).sum(axis=1), 1, rtol=1e-5)
     onnx.checker.check_model(network.to_onnx(), full_check=True)
@@ -526,27 +516,19 @@ def test_it_survives_pickle(through: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_searches_pipelines_and_clones() -> None:
     X, y = load_breast_cancer(return_X_y=True)
-    network = (
-        graphopt.OnnxClassifier((), max_iter=5, random_state=0)
-        if False
-        else graphopt.OnnxClassifier(**OPTIONS)
-    )
+    network = graphopt.OnnxClassifier((), max_iter=5, random_state=0) if False else graphopt.OnnxClassifier(**OPTIONS)
     pipeline = make_pipeline(StandardScaler(), network)
     search = GridSearchCV(pipeline, {"onnxclassifier__alpha": [1e-4, 1.0]}, cv=2, n_jobs=2).fit(X, y)
     assert search.best_score_ > 0.9
     theirs = make_pipeline(StandardScaler(), MLPClassifier(**OPTIONS))
-    np.testing.assert_allclose(
-        cross_val_score(pipeline, X, y, cv=3), cross_val_score(theirs, X, y, cv=3), atol=1e-9
-    )
+    np.testing.assert_allclose(cross_val_score(pipeline, X, y, cv=3), cross_val_score(theirs, X, y, cv=3), atol=1e-9)
     assert clone(network).get_params() == network.get_params()
     assert repr(clone(network)) == repr(network) == "OnnxClassifier(max_iter=8, random_state=0)"
 
 
 @pytest.mark.slow
 def test_graphopt_imports_without_scikit_learn(tmp_path: Path) -> None:
-    (tmp_path / "sklearn.py").write_text(
-        "raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')"
-    )
+    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')")
     program = (
         "import graphopt, sys; assert 'sklearn' not in sys.modules\n"
         "try: graphopt.OnnxClassifier()\n"

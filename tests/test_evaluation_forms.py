@@ -95,9 +95,7 @@ def form_of(executor: graphopt.Executor, call: str = "predict") -> ChosenEvaluat
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_predictions_are_those_of_the_trained_model_in_each_form(
-    name: str, native: bool, at_once: None
-) -> None:
+def test_predictions_are_those_of_the_trained_model_in_each_form(name: str, native: bool, at_once: None) -> None:
     build, shapes = NETWORKS[name]
     executor = opened(build(), native=native)
     for rows in (4, 4, 4, 4, 1, 1, 4, 1):
@@ -172,9 +170,7 @@ def test_deterministic_evaluations_keep_one_form(at_once: None) -> None:
 @needs_compiler
 def test_wrong_kernels_are_not_taken(at_once: None, monkeypatch: Any) -> None:
     monkeypatch.setitem(operators.OF_ANY, "Mul", "{0} * {1} * ({C})1.01")
-    gated = model(
-        "g (float[N,4] x) => (float[N,4] y) { p = MatMul(x, w) a = Tanh(p) y = Mul(a, p) }", w=np.eye(4)
-    )
+    gated = model("g (float[N,4] x) => (float[N,4] y) { p = MatMul(x, w) a = Tanh(p) y = Mul(a, p) }", w=np.eye(4))
     executor = opened(gated, native=True)
     batch = drawn({"x": (4, 4), "target": (4, 4)})
     executor.predict(x=batch["x"])
@@ -196,9 +192,7 @@ def test_hyperparameters_and_values_of_the_runtime_reach_each_form(at_once: None
         assert isinstance(values.evaluate(batch)["loss"], float)
         arrays.evaluate({**batch, "learning_rate": 0.25})
         assert arrays.learning_rate == 0.25
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"input 'target': expected shape \[N,3\], found \[4, 2\]"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"input 'target': expected shape \[N,3\], found \[4, 2\]"):
         arrays.predict(x=batch["x"], target=batch["target"][:, :2])
 
 

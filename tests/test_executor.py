@@ -242,9 +242,7 @@ def test_evaluation_feeds_hyperparameters_as_a_step_does(executor):
 def test_a_damaged_or_foreign_checkpoint_is_refused(executor, tmp_path):
     path = tmp_path / "state.safetensors"
     executor.save(path)
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected the state of this training graph, found another's"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected the state of this training graph, found another's"):
         graphopt.Executor(compiled(optimizer=passes.SGD())).load(path)
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
@@ -582,12 +580,8 @@ def test_a_device_has_the_options_of_a_device(executor):
     assert first.device == "cpu"
     assert len({first, second}) == 2
     layer = graphopt.ForwardBackward(mlp(), device=device)
-    np.testing.assert_array_equal(
-        layer.forward(X)["y"], graphopt.ForwardBackward(mlp(), threads=1).forward(X)["y"]
-    )
-    with pytest.raises(
-        graphopt.GraphoptError, match="threads: expected this option in the given Device, found 2"
-    ):
+    np.testing.assert_array_equal(layer.forward(X)["y"], graphopt.ForwardBackward(mlp(), threads=1).forward(X)["y"])
+    with pytest.raises(graphopt.GraphoptError, match="threads: expected this option in the given Device, found 2"):
         graphopt.Executor(compiled(), device=device, threads=2)
     with pytest.raises(TypeError, match="unknown argument 'thread', nearest: 'threads'"):
         graphopt.Executor(compiled(), thread=2)
@@ -619,9 +613,7 @@ def test_static_shapes_are_the_same_steps(executor):
     static = graphopt.Executor(compiled(), threads=1, static_shapes=True)
     for size in (8, 8, 3, 8, 3):
         expected = executor.step(x=X[:size], target=T[:size])
-        np.testing.assert_allclose(
-            static.step(x=X[:size], target=T[:size])["loss"], expected["loss"], rtol=1e-6
-        )
+        np.testing.assert_allclose(static.step(x=X[:size], target=T[:size])["loss"], expected["loss"], rtol=1e-6)
     assert_close(static.state, executor.state, atol=1e-7)
     assert len(static._steps.runner._by_shapes) == 2
 

@@ -59,9 +59,7 @@ def test_the_heat_of_an_explanation_lies_over_its_picture(words: list[str], is_s
     grey = rows[:, 0] / rows.max((1, 2, 3))[:, None, None]
     target = np.where(heat[..., None] < 0, [24, 100, 171], [217, 72, 15]) / 255
     strength = 0.8 * abs(heat[..., None])
-    np.testing.assert_allclose(
-        colors, grey[..., None] * (1 - strength) + strength * target, atol=0.5 / 255 + 1e-6
-    )
+    np.testing.assert_allclose(colors, grey[..., None] * (1 - strength) + strength * target, atol=0.5 / 255 + 1e-6)
     best = found["y"].argmax(1)
     assert [f"row {i}: class {k}" for i, k in enumerate(best)] == re.findall(r"<b>(row.*?)</b>", text)
 
@@ -71,9 +69,7 @@ def test_features_have_bars_and_names() -> None:
     weights = np.array([[2.0], [-4.0]])
     graphopt.save(model("g (float[N,2] x) => (float[N,1] y) { y = MatMul(x, w) }", w=weights), "my.onnx")
     text = explained("explain=integrated_gradients", "data=csv", "data.path=rows.csv")
-    bars = re.findall(
-        r"<td>(\w+)</td><td>(.*?)</td><td class=\"bar (\w+)\" style=\"--from:(.*?)%;--to:(.*?)%", text
-    )
+    bars = re.findall(r"<td>(\w+)</td><td>(.*?)</td><td class=\"bar (\w+)\" style=\"--from:(.*?)%;--to:(.*?)%", text)
     assert bars == [
         ("wide", "2", "less", "0.0", "50.0"),
         ("tall", "1", "more", "50.0", "62.5"),

@@ -49,9 +49,7 @@ class Images(nn.Module):
         self.pool, self.head = nn.AvgPool2d(2), nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.features = nn.functional.silu(
-            self.second(self.pool(nn.functional.gelu(self.norm(self.first(x)))))
-        )
+        self.features = nn.functional.silu(self.second(self.pool(nn.functional.gelu(self.norm(self.first(x))))))
         return self.head(self.features.mean((2, 3)))
 
 
@@ -108,9 +106,7 @@ def test_gradients_and_their_integrals_are_those_of_pytorch(name: str, dynamo: b
 
 @pytest.mark.parametrize("dynamo", [True, False], ids=["exporter", "torchscript"])
 @pytest.mark.parametrize("make", [Residual, Dense], ids=["residual", "dense"])
-def test_gradients_where_digits_have_equal_maxima_are_those_of_pytorch(
-    make: type[nn.Module], dynamo: bool
-) -> None:
+def test_gradients_where_digits_have_equal_maxima_are_those_of_pytorch(make: type[nn.Module], dynamo: bool) -> None:
     torch.manual_seed(0)
     module = make().eval()
     digits = torch.tensor(np.asarray(data.digits().arrays["x"]))
@@ -280,9 +276,7 @@ def test_tokens_alone_name_their_embedding() -> None:
 
 
 def test_an_attack_of_a_row_depends_on_no_other_row() -> None:
-    proto = model(
-        "g (float[N,2] x) => (float[N,3] y) { y = MatMul(x, w) }", w=np.array([[18.0, -18, 0], [3, 0, -3]])
-    )
+    proto = model("g (float[N,2] x) => (float[N,3] y) { y = MatMul(x, w) }", w=np.array([[18.0, -18, 0], [3, 0, -3]]))
     graph = graphopt.explain(proto, passes.FGSM(0.3, passes.CrossEntropy()), keep=False)
     x = np.array([[1, 0.2], [1, 0.2]], np.float32)
     (alone,) = graphopt.run(graph, {"x": x[:1], "target": np.array([0])}).values()
@@ -336,9 +330,7 @@ def test_bounds_of_an_attack_are_in_order() -> None:
 
 
 def test_a_network_of_float64_is_explained() -> None:
-    proto = model(
-        "g (double[N,3] x) => (double[N,2] y) { y = MatMul(x, w) }", dtype=np.float64, w=np.ones((3, 2))
-    )
+    proto = model("g (double[N,3] x) => (double[N,2] y) { y = MatMul(x, w) }", dtype=np.float64, w=np.ones((3, 2)))
     graph = graphopt.explain(proto, passes.Saliency(), keep=False)
     (found,) = graphopt.run(graph, {"x": np.ones((2, 3)), "class": np.full(2, -1)}).values()
     np.testing.assert_array_equal(found, np.ones((2, 3)))

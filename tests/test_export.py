@@ -120,9 +120,7 @@ def quantized(self, x):
 
 
 def tied() -> nn.Module:
-    module = Function(
-        lambda s, x: s.e(x).mean(1) @ s.h.weight.T, e=nn.Embedding(7, 4), h=nn.Linear(4, 7, bias=False)
-    )
+    module = Function(lambda s, x: s.e(x).mean(1) @ s.h.weight.T, e=nn.Embedding(7, 4), h=nn.Linear(4, 7, bias=False))
     module.h.weight = module.e.weight
     return module
 
@@ -154,9 +152,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         Vector,
     ),
     "BatchNormalization, partly in eval": (
-        lambda: in_eval(
-            nn.Sequential(L(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.BatchNorm1d(5), L(5, 3)), "1"
-        ),
+        lambda: in_eval(nn.Sequential(L(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.BatchNorm1d(5), L(5, 3)), "1"),
         Vector,
     ),
     "BatchNormalization in eval": (
@@ -276,9 +272,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         Vector,
     ),
     "orthogonal": (
-        lambda: Function(
-            lambda s, x: s.o(functional.normalize(s.w, dim=0).mul(x)), w=parameter(4), o=L(4, 3)
-        ),
+        lambda: Function(lambda s, x: s.o(functional.normalize(s.w, dim=0).mul(x)), w=parameter(4), o=L(4, 3)),
         Vector,
     ),
     "GRU": (lambda: Function(recurrent, r=nn.GRU(4, 5, batch_first=True), o=L(5, 3)), (6, 5, 4)),
@@ -308,9 +302,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     ),
     "softmax of weights": (
         lambda: Function(
-            lambda s, x: s.o(
-                (torch.softmax(s.w, 0)[:, None, None] * torch.stack([x, x.tanh(), x.relu()])).sum(0)
-            ),
+            lambda s, x: s.o((torch.softmax(s.w, 0)[:, None, None] * torch.stack([x, x.tanh(), x.relu()])).sum(0)),
             w=parameter(3),
             o=L(4, 3),
         ),
@@ -356,9 +348,7 @@ def train_here(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], **s
     return executor, losses
 
 
-def train_there(
-    module: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], optimizer: Any
-) -> list[float]:
+def train_there(module: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], optimizer: Any) -> list[float]:
     losses = []
     for x, y in batches:
         optimizer.zero_grad()
@@ -398,9 +388,7 @@ def test_trains_as_in_pytorch(name: str, exporter: str) -> None:
     seen = weights.keys() & found.keys()
     assert {id(weights[path]) for path in seen} >= {id(p) for p in trains}
     for path in seen:
-        np.testing.assert_allclose(
-            found[path], weights[path].detach().numpy(), rtol=1e-4, atol=1e-5, err_msg=path
-        )
+        np.testing.assert_allclose(found[path], weights[path].detach().numpy(), rtol=1e-4, atol=1e-5, err_msg=path)
     x = drawn(shape)
     session = onnxruntime.InferenceSession(trained.SerializeToString())
     predicted = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
@@ -537,9 +525,7 @@ def test_what_no_file_records_is_refused(name: str, exporter: str) -> None:
 
 
 def test_control_flow_that_a_trace_fixes_is_seen_by_other_rows() -> None:
-    example = torch.tensor(
-        [[1.0, 2, 3, 4], [-2.0, -3, -4, -5], [5.0, 1, 1, 1]]
-    )  # its sum, without the last row twice
+    example = torch.tensor([[1.0, 2, 3, 4], [-2.0, -3, -4, -5], [5.0, 1, 1, 1]])  # its sum, without the last row twice
     with (
         pytest.warns(torch.jit.TracerWarning),
         pytest.raises(graphopt.GraphoptError, match="another function"),

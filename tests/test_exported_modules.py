@@ -85,9 +85,7 @@ def check(module: nn.Module, proto: onnx.ModelProto, draw) -> graphopt.Executor:
         target = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
         loss = nn.functional.mse_loss(y, target)
         descended(loss, optimizer)
-        assert executor.step(x=x.numpy(), target=target.numpy())["loss"] == pytest.approx(
-            loss.item(), rel=1e-5
-        )
+        assert executor.step(x=x.numpy(), target=target.numpy())["loss"] == pytest.approx(loss.item(), rel=1e-5)
     found = graphopt.run(executor.trained(), {"x": draw(9).numpy()})["y"]
     np.testing.assert_allclose(found, module(draw(9)).detach().numpy(), atol=1e-5)
     return executor
@@ -98,9 +96,7 @@ def check(module: nn.Module, proto: onnx.ModelProto, draw) -> graphopt.Executor:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.slow
-def test_the_row_that_pads_does_not_train(
-    padding: int | None, tied: bool, optimize: bool, dynamic: bool
-) -> None:
+def test_the_row_that_pads_does_not_train(padding: int | None, tied: bool, optimize: bool, dynamic: bool) -> None:
     torch.manual_seed(0)
     module = Words(padding, tied)
     before = module.items.weight.detach().numpy().copy()
@@ -141,9 +137,7 @@ def test_a_file_that_the_runtime_has_written_may_have_names_of_its_constants(tmp
             return self.head(self.recurrent(self.words(x))[0])
 
     module = Reader()
-    torch.onnx.export(
-        module, (words(0),), tmp_path / "x.onnx", dynamo=False, input_names=["x"], output_names=["y"]
-    )
+    torch.onnx.export(module, (words(0),), tmp_path / "x.onnx", dynamo=False, input_names=["x"], output_names=["y"])
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")

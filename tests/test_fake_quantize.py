@@ -333,9 +333,7 @@ def test_ten_steps_of_adapters_are_those_of_pytorchs_fake_quantization_of_merged
 
 
 def rounded_in_pytorch(w, axis):
-    scale = (w.detach().abs().amax([i for i in range(w.dim()) if i != axis]) / 127).clamp(
-        min=torch.finfo().eps
-    )
+    scale = (w.detach().abs().amax([i for i in range(w.dim()) if i != axis]) / 127).clamp(min=torch.finfo().eps)
     return torch.fake_quantize_per_channel_affine(w, scale, torch.zeros(len(scale)), axis, -127, 127)
 
 
@@ -396,9 +394,7 @@ def test_embeddings_and_recurrences_train_as_in_pytorch(kind, directions):
     assert [node.op_type for node in proto.graph.node][:2] == ["Gather", "DequantizeLinear"]
     evaluated = run(simulated(executor), tokens, optimize=False)
     np.testing.assert_array_equal(run(proto, tokens, optimize=False), evaluated)
-    np.testing.assert_allclose(
-        run(proto, tokens), evaluated, atol=0.05
-    )  # the runtime rounds what v multiplies
+    np.testing.assert_allclose(run(proto, tokens), evaluated, atol=0.05)  # the runtime rounds what v multiplies
     floats = executor.trained(quantized=False)
     onnx.checker.check_model(floats, full_check=True)
     np.testing.assert_allclose(run(floats, tokens), evaluated, atol=0.1)
@@ -471,9 +467,7 @@ def test_gates_that_pytorchs_exporter_sorts_are_rounded_before():
     np.testing.assert_array_equal(run(found, rows, optimize=False), expected)
 
 
-@pytest.mark.parametrize(
-    "ends", ["g = Flatten(p) h = Dropout(g, half)", "g = Dropout(p, half) h = Flatten(g)"]
-)
+@pytest.mark.parametrize("ends", ["g = Flatten(p) h = Dropout(g, half)", "g = Dropout(p, half) h = Flatten(g)"])
 @pytest.mark.parametrize("training", [passes.TrainingMode(), None])
 def test_what_a_dropout_passes_is_rounded_once(training, ends, tmp_path):
     proto = model(
@@ -544,9 +538,7 @@ def test_weights_are_rounded_with_their_adapters(name, options, tmp_path):
     np.testing.assert_allclose(executor.predict(x=rows)["y"], expected, atol=0.05)
     if name == "mlp" and options == "int8":
         assert kernels(proto, tmp_path)["QGemm"] == 3
-        floats, first = (
-            initializers(x) for x in (executor.trained(quantized=False), mlp((6, 16, 8, 3), "Relu"))
-        )
+        floats, first = (initializers(x) for x in (executor.trained(quantized=False), mlp((6, 16, 8, 3), "Relu")))
         down, up = (executor.state[f"fc0.weight.lora_{x}"] for x in "AB")
         merged = first["fc0.weight"] + (down @ up).T
         np.testing.assert_allclose(floats["fc0.weight"], merged, rtol=1e-5, atol=1e-6)
@@ -598,9 +590,7 @@ def test_evaluation_of_a_run_is_that_of_its_file(quantize, tmp_path, monkeypatch
     record = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
     monkeypatch.setattr(sys, "argv", ["graphopt"])
     assert cli.main(["evaluate", "out"]) == 0
-    assert json.loads(Path("out/metrics.json").read_text())["loss"] == pytest.approx(
-        record["validation_loss"]
-    )
+    assert json.loads(Path("out/metrics.json").read_text())["loss"] == pytest.approx(record["validation_loss"])
     y = run(onnx.load("out/trained.onnx"), X[-10:], optimize=False)
     assert np.square(y - np.tanh(T[-10:])).mean() == pytest.approx(record["validation_loss"], rel=1e-4)
 
@@ -696,9 +686,7 @@ def test_gemm_with_weights_in_blocks_becomes_a_product_of_few_bits(transposed, t
     assert OLD or kernels(found, tmp_path)["MatMulNBits"] == 2
     expected = run(simulated(executor), rows, optimize=False)
     np.testing.assert_array_equal(run(found, rows, optimize=False), expected)
-    assert initializers(executor.trained(quantized=False))["w"].shape == (
-        (32, 64) if transposed else (64, 32)
-    )
+    assert initializers(executor.trained(quantized=False))["w"].shape == ((32, 64) if transposed else (64, 32))
 
 
 def test_ranges_move_only_while_they_are_not_frozen():
@@ -746,9 +734,7 @@ def test_outputs_that_other_products_read_stay_outputs():
     arrays = {"x": IMAGES, "target": np.tanh(normal(24, 3, 4, 4)).astype(np.float32)}
     steps = {"loss": passes.MeanSquaredError(output="y"), "optimizer": passes.SGD(0.05)}
     pipeline = graphopt.standard(quantize=passes.FakeQuantize(), **steps)
-    executor = graphopt.Executor(
-        graphopt.adapt(pipeline, proto, arrays, validation=None)(proto), native=False
-    )
+    executor = graphopt.Executor(graphopt.adapt(pipeline, proto, arrays, validation=None)(proto), native=False)
     executor.step(arrays)
     found = outputs(executor.trained(), arrays, optimize=False)
     expected = outputs(simulated(executor), arrays, optimize=False)

@@ -31,9 +31,7 @@ def test_code_that_works_round_a_fault_refers_to_its_row_and_no_other_does():
     for file, names in found.items():
         for each in names:
             rows = [fault for name, fault in FAULTS.items() if name.startswith(each)]
-            assert any(file in fault.around for fault in rows), (
-                f"{file}: no fault of this file is called {each}"
-            )
+            assert any(file in fault.around for fault in rows), f"{file}: no fault of this file is called {each}"
 
 
 @pytest.mark.slow

@@ -32,17 +32,13 @@ def convolutions() -> torch.nn.Module:
         torch.nn.ReLU(),
         torch.nn.Flatten(),
     ]
-    return torch.nn.Sequential(
-        *layers, torch.nn.Linear(54, 20), torch.nn.GELU(), torch.nn.Linear(20, 7)
-    ).eval()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(54, 20), torch.nn.GELU(), torch.nn.Linear(20, 7)).eval()
 
 
 def attention() -> torch.nn.Module:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return torch.nn.Sequential(
-        torch.nn.Flatten(1, 2), layer, torch.nn.Flatten(), torch.nn.Linear(192, 5)
-    ).eval()
+    return torch.nn.Sequential(torch.nn.Flatten(1, 2), layer, torch.nn.Flatten(), torch.nn.Linear(192, 5)).eval()
 
 
 class Token(torch.nn.Module):
@@ -123,9 +119,7 @@ def test_a_layer_behind_frozen_ones_trains_as_in_pytorch() -> None:
     optimizer = torch.optim.SGD(network[-1].parameters(), 0.1)
     for _ in range(5):
         for rows in (slice(25), slice(25, 50)):
-            loss = torch.nn.functional.cross_entropy(
-                network(torch.tensor(X[rows])), torch.tensor(LABELS[rows])
-            )
+            loss = torch.nn.functional.cross_entropy(network(torch.tensor(X[rows])), torch.tensor(LABELS[rows]))
             descended(loss, optimizer)
     assert names == ["weight", "bias"]
     for name, w in network[-1].named_parameters():
@@ -172,9 +166,7 @@ def test_parts_of_rows_are_no_features_and_rows_of_a_fixed_batch_are() -> None:
     halves = "a = MatMul(x, w) p = Constant<value_ints=[-1,2]>() h = Reshape(a, p) q = Constant<value_ints=[-1,4]>()\n"
     text = f"{halves} k = Tanh(h) t = Reshape(k, q) y = MatMul(t, v)"
     assert cut(text, rows="6")[1] == ["t"] == cut(text)[1]
-    scaled = (
-        f"{halves} k = Tanh(h) u = ReduceMean<keepdims=0>(v) n = Mul(k, u) t = Reshape(n, q) y = MatMul(t, v)"
-    )
+    scaled = f"{halves} k = Tanh(h) u = ReduceMean<keepdims=0>(v) n = Mul(k, u) t = Reshape(n, q) y = MatMul(t, v)"
     assert cut(scaled, rows="6") == cut(scaled) == (["MatMul"], ["a"])  # k has two places for each row
     mixed = f"{halves} n = Softmax<axis=0>(h) t = Reshape(n, q) y = MatMul(t, v)"
     assert cut(mixed, rows="6") == cut(mixed) == (["MatMul"], ["a"])

@@ -180,8 +180,7 @@ def test_a_runtimes_operator_is_found_in_an_onnx_ir_model_too():
         opset=22, s=np.ones(4), w=W,
     )  # fmt: skip
     losses = [
-        opened(source).step(x=X, target=np.ones((6, 3), np.float32))["loss"]
-        for source in (proto, ir.from_proto(proto))
+        opened(source).step(x=X, target=np.ones((6, 3), np.float32))["loss"] for source in (proto, ir.from_proto(proto))
     ]
     assert losses[0] == losses[1]
 
@@ -191,8 +190,7 @@ def test_small_external_data_of_an_onnx_ir_model_is_read(tmp_path):
     onnx.save(linear(), tmp_path / "m.onnx", save_as_external_data=True, location="w", size_threshold=0)
     target = np.ones((6, 2), np.float32)
     losses = [
-        opened(source).step(x=X[:, :3], target=target)["loss"]
-        for source in (proto, ir.load(tmp_path / "m.onnx"))
+        opened(source).step(x=X[:, :3], target=target)["loss"] for source in (proto, ir.load(tmp_path / "m.onnx"))
     ]
     assert losses[0] == losses[1]
 
@@ -219,9 +217,7 @@ def test_hostile_notes_of_an_exporter_are_ignored(text):
     proto.producer_name, proto.producer_version = "pytorch", "2.9.0"
     for holder in (*proto.graph.node, *proto.graph.initializer):
         holder.metadata_props.add(key="pkg.onnxscript.optimizer.folded_from", value=text)
-        holder.metadata_props.add(
-            key="pkg.torch.onnx.fx_node", value="%p : call_function[target=torch.ops.aten.t]"
-        )
+        holder.metadata_props.add(key="pkg.torch.onnx.fx_node", value="%p : call_function[target=torch.ops.aten.t]")
     opened(proto)
 
 

@@ -221,9 +221,7 @@ def test_later_updates_follow_formulas_with_their_slots(optimizer):
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize(
-    "kind", [passes.AdamW, passes.Lion, passes.Muon, passes.Adafactor, passes.ScheduleFreeAdamW]
-)
+@pytest.mark.parametrize("kind", [passes.AdamW, passes.Lion, passes.Muon, passes.Adafactor, passes.ScheduleFreeAdamW])
 def test_slots_of_8_bits_follow_formulas_within_their_own_step(kind, steps):
     network = lambda: models.mlp((64,), 3, hidden=[128])  # noqa: E731
     rng = np.random.default_rng(5)
@@ -376,9 +374,7 @@ def test_no_false_alarm_in_other_types(network, dtype):
     batch = {name: RNG.standard_normal(size) for name, size in zip(("x", "target"), shape, strict=True)}
     table = table_of(network(dtype=dtype), batch, verify="full")
     assert table.agrees, str(table)
-    assert {x.verdict for x in table.findings if x.part != "file"} == {"agrees"}, str(
-        table
-    )  # 1.19 refuses a file
+    assert {x.verdict for x in table.findings if x.part != "file"} == {"agrees"}, str(table)  # 1.19 refuses a file
 
 
 def test_masks_of_dropout_are_those_of_the_step():
@@ -440,9 +436,7 @@ def test_a_surrogate_gradient_is_declared(rules):
         return [dy * op.Cast(op.Less(op.Abs(x), 1.0), to=dy.dtype)]
 
     passes.gradient("v", "Binary")(straight_through)
-    with pytest.raises(
-        Disagreement, match=r"parameter 'w0': .* passes.gradient has to declare by surrogate=True"
-    ):
+    with pytest.raises(Disagreement, match=r"parameter 'w0': .* passes.gradient has to declare by surrogate=True"):
         graphopt.Executor(compiled(binarized()), native=False).step(batch_for("layers"))
     passes.gradient("v", "Binary", surrogate=True)(straight_through)
     step = compiled(binarized())
@@ -483,18 +477,14 @@ def test_a_file_that_has_changed_is_not_compared(tmp_path):
     onnx.save(layers(), path)
     step = compiled(path)
     onnx.save(layers("Tanh"), path)
-    assert reasons(graphopt.check(step, batch_for("layers"))) == {
-        "the file has changed since it was compiled"
-    }
+    assert reasons(graphopt.check(step, batch_for("layers"))) == {"the file has changed since it was compiled"}
 
 
 def test_a_message_that_has_changed_is_not_compared():
     proto = layers()
     step = compiled(proto)
     proto.graph.node[2].op_type = "Tanh"
-    assert reasons(graphopt.check(step, batch_for("layers"))) == {
-        "the file has changed since it was compiled"
-    }
+    assert reasons(graphopt.check(step, batch_for("layers"))) == {"the file has changed since it was compiled"}
 
 
 def test_another_state_is_not_compared_with_the_file():
@@ -642,9 +632,7 @@ WORKERS = {
     "LocalSGD": lambda workers: graphopt.LocalSGD(
         compiled(), communicator=workers, sync_every=2, native=False, verify="first"
     ),
-    "DataParallel": lambda workers: graphopt.DataParallel(
-        halves(), communicator=workers, native=False, verify="first"
-    ),
+    "DataParallel": lambda workers: graphopt.DataParallel(halves(), communicator=workers, native=False, verify="first"),
 }
 
 
@@ -711,9 +699,7 @@ def test_random_targets_have_the_sizes_of_the_predictions():
 
 
 def test_a_training_graph_takes_no_steps():
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^check: expected a training graph alone, found it with loss$"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"^check: expected a training graph alone, found it with loss$"):
         graphopt.check(compiled(), loss=MEAN)
 
 
@@ -824,9 +810,7 @@ def test_a_factor_of_all_slopes_is_seen_by_one_pass(slope):
     loss = lambda p: float(p["x"][0] + slope * p["x"][1])  # noqa: E731
     point, ways = {"x": np.array([1.0, 2.0])}, ({"x": np.array([1.0, 0.0])}, {"x": np.array([0.0, 1.0])})
     for factor in (-3, -1, 0.5, 2):
-        asked = [
-            Question(way, factor * found, 1e-9, DOUBLE) for way, found in zip(ways, (1, slope), strict=True)
-        ]
+        asked = [Question(way, factor * found, 1e-9, DOUBLE) for way, found in zip(ways, (1, slope), strict=True)]
         assert agree_at_once(loss, point, loss(point), asked) is None
 
 

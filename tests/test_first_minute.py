@@ -94,9 +94,7 @@ def test_a_model_of_several_inputs_needs_their_names() -> None:
     )
     step = graphopt.compile(model, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
     target = X[:, :1]
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"'a', 'b', 'target'.* as X, write \{'a': ..., 'b': ...\}"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"'a', 'b', 'target'.* as X, write \{'a': ..., 'b': ...\}"):
         graphopt.fit(executor(step), (X, target))
     named = graphopt.fit(executor(step), {"a": X, "b": X, "target": target}, epochs=1)
     assert numbers(graphopt.fit(executor(step), ({"a": X, "b": X}, target), epochs=1)) == numbers(named)
@@ -130,15 +128,10 @@ def test_names_of_classes_are_numbered_in_their_order_everywhere() -> None:
     with pytest.raises(graphopt.GraphoptError, match="data: expected the classes no, yes, found perhaps"):
         graphopt.fit(runner, (X, np.where(ones, "perhaps", "no")))
     ignored = graphopt.data.Dataset({**NAMED, "target": np.where(ones, 0, -100)}, labels=("yes",))
-    assert (
-        relabelled(ignored, ["no", "yes"], "data").arrays["target"].tolist()
-        == np.where(ones, 1, -100).tolist()
-    )
+    assert relabelled(ignored, ["no", "yes"], "data").arrays["target"].tolist() == np.where(ones, 1, -100).tolist()
     notes = {note.key: note.value for note in runner.trained().metadata_props}
     assert json.loads(notes["labels"]) == ["no", "yes"]
-    assert executor(
-        graphopt.compile(runner.trained(), loss=passes.CrossEntropy(), optimizer=passes.SGD())
-    ).labels == [
+    assert executor(graphopt.compile(runner.trained(), loss=passes.CrossEntropy(), optimizer=passes.SGD())).labels == [
         "no",
         "yes",
     ]
@@ -155,9 +148,7 @@ def test_predict_is_the_runtime_s_outputs_in_batches() -> None:
     runner = executor()
     graphopt.fit(runner, (X, Y), epochs=3)
     graphopt.save(runner.trained(), "trained.onnx")
-    expected = onnxruntime.InferenceSession("trained.onnx", providers=["CPUExecutionProvider"]).run(
-        None, {"x": X}
-    )[0]
+    expected = onnxruntime.InferenceSession("trained.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": X})[0]
     for model in (runner, runner.trained(), "trained.onnx"):
         for data in (X, X.tolist(), (X, Y), NAMED, {"x": X}, graphopt.data.Dataset(NAMED)):
             for size in (7, 256):
@@ -219,9 +210,7 @@ def test_a_resumed_run_transforms_to_the_same_bits(tmp_path: Any, prefetch: int,
     assert numbers(expected) != numbers(graphopt.fit(executor(), data, **{**options, "transform": None}))
     for step in (4, 9):  # in the middle of the first epoch, and of the second
         with pytest.raises(InterruptedError):
-            graphopt.fit(
-                executor(), data, **options, checkpoint=tmp_path / str(step), callbacks=Interrupt(step)
-            )
+            graphopt.fit(executor(), data, **options, checkpoint=tmp_path / str(step), callbacks=Interrupt(step))
         resumed = executor()
         found = graphopt.fit(resumed, data, **options, checkpoint=tmp_path / str(step), resume=True)
         assert numbers(found) == numbers(expected)
@@ -264,9 +253,7 @@ def test_nothing_is_shown_unless_somebody_looks(capsys: pytest.CaptureFixture[st
     assert "epoch 1/1" in capsys.readouterr().out
 
 
-def test_a_terminal_shows_progress_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_progress_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     graphopt.fit(executor(), (X, Y), epochs=2)
     assert capsys.readouterr().out.count("epoch 2/2  loss") == 1
@@ -344,7 +331,5 @@ def test_the_bytes_of_a_file_are_a_model() -> None:
     with open("my.onnx", "rb") as file:
         content = file.read()
     assert graphopt.listing(content) == graphopt.listing("my.onnx")
-    with pytest.raises(
-        graphopt.GraphoptError, match="the model: expected the bytes of an ONNX model, found others"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="the model: expected the bytes of an ONNX model, found others"):
         graphopt.load(content[: len(content) // 2])

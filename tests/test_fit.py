@@ -72,9 +72,7 @@ def test_batches_of_x_and_y_train_as_batches_by_name() -> None:
 def test_bytes_that_go_into_a_product_as_they_are_have_a_warning() -> None:
     slow = passes.SGD(1e-9)
     pixels = np.arange(150, dtype=np.uint8).reshape(50, 3)
-    with pytest.warns(
-        UserWarning, match=r"data 'x': whole numbers up to 149 go into MatMul node .*divide by 255"
-    ):
+    with pytest.warns(UserWarning, match=r"data 'x': whole numbers up to 149 go into MatMul node .*divide by 255"):
         fit(executor(optimizer=slow), {"x": pixels, "target": TARGET}, epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -116,9 +114,7 @@ def test_the_seed_decides_the_run() -> None:
 def test_validation_on_data_of_its_own() -> None:
     runner = executor()
     record = fit(runner, DATA, epochs=1, validation={"x": X[:7], "target": TARGET[:7]})[-1]
-    assert record["validation_loss"] == pytest.approx(
-        evaluate(runner, {"x": X[:7], "target": TARGET[:7]})["loss"]
-    )
+    assert record["validation_loss"] == pytest.approx(evaluate(runner, {"x": X[:7], "target": TARGET[:7]})["loss"])
 
 
 def test_validation_leaves_the_penalty_out() -> None:

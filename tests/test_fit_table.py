@@ -23,9 +23,7 @@ from graphopt import data, models
 RNG = np.random.default_rng(0)
 AGE = RNG.integers(18, 80, 200)
 ZIP = RNG.choice(["00001", "00023", "98052"], 200)
-FRAME = pd.DataFrame(
-    {"age": AGE, "zip": ZIP, "bought": np.where(AGE + 20 * (ZIP == "00001") > 55, "yes", "no")}
-)
+FRAME = pd.DataFrame({"age": AGE, "zip": ZIP, "bought": np.where(AGE + 20 * (ZIP == "00001") > 55, "yes", "no")})
 NUMBERS = FRAME.assign(pay=AGE * 1000.5)[["zip", "age", "pay"]]
 SHORT = {"epochs": 4, "verbose": False}
 
@@ -44,9 +42,7 @@ def test_one_file_from_a_frame(tmp_path: Path) -> None:
     fitted = graphopt.fit_table(FRAME, "bought", epochs=25, seed=1, verbose=False)
     fitted.save(tmp_path / "bought.onnx")
     found = outputs(tmp_path / "bought.onnx", FRAME)
-    np.testing.assert_allclose(
-        found["probabilities"], scipy.special.softmax(found["y"], axis=1), rtol=1e-5, atol=1e-7
-    )
+    np.testing.assert_allclose(found["probabilities"], scipy.special.softmax(found["y"], axis=1), rtol=1e-5, atol=1e-7)
     assert found["label"].tolist() == np.array(["no", "yes"])[found["y"].argmax(axis=1)].tolist()
     assert fitted.predict(FRAME).tolist() == found["label"].tolist()
     np.testing.assert_allclose(fitted.predict_proba(FRAME), found["probabilities"], rtol=1e-6)
@@ -55,16 +51,12 @@ def test_one_file_from_a_frame(tmp_path: Path) -> None:
     again = graphopt.predict(str(tmp_path / "bought.onnx"), FRAME)
     assert [*again] == ["y", "label", "probabilities"]
     rows, _ = data.hold_out(len(FRAME), 0.2, seed=1)
-    own = ColumnTransformer([("zip", OneHotEncoder(), ["zip"])]).fit(
-        FRAME.iloc[rows]
-    )  # learnt from rows that train
+    own = ColumnTransformer([("zip", OneHotEncoder(), ["zip"])]).fit(FRAME.iloc[rows])  # learnt from rows that train
     assert fitted.columns.columns["zip"].known == (*own.named_transformers_["zip"].categories_[0],)
     assert fitted.best["validation_loss"] == min(x["validation_loss"] for x in fitted.records)
     held = np.setdiff1d(np.arange(len(FRAME)), rows)
     measured = fitted.evaluate(FRAME.iloc[held])["loss"]
-    np.testing.assert_allclose(
-        measured, fitted.best["validation_loss"], rtol=1e-5
-    )  # the best weights are out
+    np.testing.assert_allclose(measured, fitted.best["validation_loss"], rtol=1e-5)  # the best weights are out
 
 
 TABLES: dict[str, Any] = {
@@ -142,13 +134,9 @@ def test_a_model_of_ones_own_weights_and_other_data(tmp_path: Path) -> None:
     balanced = graphopt.fit_table(FRAME, "bought", class_weights="balanced", **SHORT)
     rows, _ = data.hold_out(200, 0.2, seed=0)
     counts = FRAME["bought"].iloc[rows].value_counts()
-    weights = [
-        len(rows) / (2 * counts[name]) for name in ("no", "yes")
-    ]  # as scikit-learn's compute_class_weight
+    weights = [len(rows) / (2 * counts[name]) for name in ("no", "yes")]  # as scikit-learn's compute_class_weight
     given = graphopt.fit_table(FRAME, "bought", class_weights=weights, **SHORT)
-    np.testing.assert_allclose(
-        [x["loss"] for x in balanced.records], [x["loss"] for x in given.records], rtol=1e-5
-    )
+    np.testing.assert_allclose([x["loss"] for x in balanced.records], [x["loss"] for x in given.records], rtol=1e-5)
 
 
 LOSSES = {
@@ -170,9 +158,7 @@ def test_predict_gives_labels_and_probabilities(name: str) -> None:
         if name == "numbers":
             assert [*found] == ["y"]
         elif name == "margins":
-            assert [*found] == ["y", "label"] and found["label"].tolist() == (y[:, 0] > 0).astype(
-                int
-            ).tolist()
+            assert [*found] == ["y", "label"] and found["label"].tolist() == (y[:, 0] > 0).astype(int).tolist()
         elif count == 1:
             assert found["label"].tolist() == (y[:, 0] > 0).astype(int).tolist()
             np.testing.assert_allclose(found["probabilities"][:, 1], scipy.special.expit(y[:, 0]), rtol=1e-5)

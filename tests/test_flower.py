@@ -41,8 +41,7 @@ class InOneProcess(Grid):
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 0, 0, 0
         self._app = app
         self._contexts = {
-            i: Context(0, i, {"partition-id": i, "num-partitions": clients}, RecordDict(), {})
-            for i in range(clients)
+            i: Context(0, i, {"partition-id": i, "num-partitions": clients}, RecordDict(), {}) for i in range(clients)
         }
 
     def get_node_ids(self) -> list[int]:
@@ -77,8 +76,7 @@ def parted(whole: Rows, *sizes: int) -> list[Rows]:
     """Cut rows into parts of these sizes."""
     ends = np.cumsum(sizes)
     return [
-        {name: array[end - size : end] for name, array in whole.items()}
-        for size, end in zip(sizes, ends, strict=True)
+        {name: array[end - size : end] for name, array in whole.items()} for size, end in zip(sizes, ends, strict=True)
     ]
 
 
@@ -107,14 +105,10 @@ def federated(
 
 
 def fed_avg(**options: Any) -> strategy.FedAvg:
-    return strategy.FedAvg(
-        **{"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, **options}
-    )
+    return strategy.FedAvg(**{"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, **options})
 
 
-def central(
-    whole: Rows, make: Callable[[], graphopt.Executor] = executor, **options: Any
-) -> graphopt.Executor:
+def central(whole: Rows, make: Callable[[], graphopt.Executor] = executor, **options: Any) -> graphopt.Executor:
     """Return an executor that has trained on all rows in one place, by default for one step."""
     trained = make()
     options = {"batch_size": ROWS, "epochs": 1, "shuffle": False, "validation": None, **options}
@@ -207,12 +201,8 @@ def test_a_server_feeds_hyperparameters() -> None:
 
 def test_a_server_cannot_lower_the_noise_of_a_client() -> None:
     config = RecordDict({"config": ConfigRecord({"noise_multiplier": 0.0})})
-    with pytest.raises(
-        GraphoptError, match="train_config: expected hyperparameters that do not protect rows"
-    ):
-        FlowerClient(executor(), rows()).train(
-            SimpleNamespace(content=config), Context(0, 0, {}, RecordDict(), {})
-        )
+    with pytest.raises(GraphoptError, match="train_config: expected hyperparameters that do not protect rows"):
+        FlowerClient(executor(), rows()).train(SimpleNamespace(content=config), Context(0, 0, {}, RecordDict(), {}))
 
 
 @pytest.mark.parametrize(
@@ -339,9 +329,7 @@ def test_adapters_alone_travel() -> None:
     server, _ = federated(parted(rows(), 20, 20), fed_avg(), with_adapters, mods=[watch])
     assert len(sent) == 4 and all(list(record) == ["lora.A", "lora.B"] for record in sent)
     numbers = 5 * 2 + 2 * 256
-    assert all(
-        4 * numbers <= sum(len(x.data) for x in record.values()) < 4 * numbers + 300 for record in sent
-    )
+    assert all(4 * numbers <= sum(len(x.data) for x in record.values()) < 4 * numbers + 300 for record in sent)
     assert (server.parameters["lora.B"] != 0).any()
 
 
@@ -408,13 +396,9 @@ def test_arrays_of_another_graph_are_refused(change: dict[str, Any], message: st
 def test_arrays_in_float64_and_in_another_order_are_accepted() -> None:
     one, whole = executor(), rows()
     start = arrays(executor())
-    shuffled = ArrayRecord(
-        {name: Array(start[name].numpy().astype(np.float64)) for name in reversed(list(start))}
-    )
+    shuffled = ArrayRecord({name: Array(start[name].numpy().astype(np.float64)) for name in reversed(list(start))})
     client = FlowerClient(one, whole, batch_size=ROWS, shuffle=False)
-    chosen = strategy.FedAvgM(
-        fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, server_learning_rate=0.5
-    )
+    chosen = strategy.FedAvgM(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, server_learning_rate=0.5)
     result = chosen.start(InOneProcess(client_app(lambda _: client), 1), shuffled, num_rounds=1)
     server = executor()
     set_arrays(server, result.arrays)
@@ -435,9 +419,7 @@ def test_wrong_data_is_refused() -> None:
     with pytest.raises(GraphoptError, match="data 'x': expected rows of shape"):
         federated([whole], fed_avg())
     with pytest.raises(GraphoptError, match="a DataFrame or a data set, found a list"):
-        FlowerClient(
-            executor(), [whole]
-        )  # batches have no number of rows, by which a server could weigh them
+        FlowerClient(executor(), [whole])  # batches have no number of rows, by which a server could weigh them
 
 
 def test_the_examples_in_docstrings_run() -> None:

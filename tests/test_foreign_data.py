@@ -32,9 +32,7 @@ def executor() -> graphopt.Executor:
 
 def hugging_face(columns: dict[str, Any] = DATA) -> Any:
     datasets = pytest.importorskip("datasets")
-    lists = {
-        name: array.tolist() if isinstance(array, np.ndarray) else array for name, array in columns.items()
-    }
+    lists = {name: array.tolist() if isinstance(array, np.ndarray) else array for name, array in columns.items()}
     return datasets.Dataset.from_dict(lists)
 
 
@@ -67,9 +65,7 @@ def test_rows_are_read_when_a_batch_needs_them() -> None:
         read.extend(batch["target"])
         return {"x": [np.asarray(row, np.float32) * 2 for row in batch["x"]], "target": batch["target"]}
 
-    rows = hugging_face({"x": X[:5], "target": np.arange(5) % 2, "name": list("abcde")}).with_transform(
-        transform
-    )
+    rows = hugging_face({"x": X[:5], "target": np.arange(5) % 2, "name": list("abcde")}).with_transform(transform)
     batches = Batches(rows, executor().inputs)
     read.clear()
     found = batches.take(np.array([3, 1, 2]))
@@ -123,16 +119,12 @@ def test_what_has_rows() -> None:
     assert has_rows(data.digits())
     assert has_rows((X, DATA["target"]))
     assert not any(map(has_rows, ([DATA], (DATA, DATA), iter([DATA]), 7, None)))
-    with pytest.raises(
-        GraphoptError, match=r"data: expected \(X, y\), arrays by name .* or a data set, found an int"
-    ):
+    with pytest.raises(GraphoptError, match=r"data: expected \(X, y\), arrays by name .* or a data set, found an int"):
         as_dataset(7)
 
 
 def test_hugging_face_data_sets_learn_a_standardization() -> None:
-    pipeline = graphopt.standard(
-        standardize=passes.Standardize(), loss=passes.CrossEntropy(), optimizer=passes.AdamW()
-    )
+    pipeline = graphopt.standard(standardize=passes.Standardize(), loss=passes.CrossEntropy(), optimizer=passes.AdamW())
     model = mlp((3, 8, 2))
     adapted = [graphopt.adapt(pipeline, model, rows)(model) for rows in (DATA, hugging_face())]
     assert same(*map(graphopt.Executor, adapted))

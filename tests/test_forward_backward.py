@@ -25,9 +25,7 @@ from graphopt.runtime.executor import run
 AGENT = hasattr(onnxruntime.capi._pybind_state, "TrainingAgent")
 ENGINES = [
     "graphs",
-    pytest.param(
-        "agent", marks=pytest.mark.skipif(not AGENT, reason="onnxruntime-training alone has the agent")
-    ),
+    pytest.param("agent", marks=pytest.mark.skipif(not AGENT, reason="onnxruntime-training alone has the agent")),
 ]
 RNG = np.random.default_rng(17)
 
@@ -122,9 +120,7 @@ def test_gradients_are_the_fused_training_graphs(engine, build):
         np.testing.assert_allclose(found[name], expected[f"{name}.grad"], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "build", [double_mlp, double_attention, two_by_two], ids=lambda build: build.__name__
-)
+@pytest.mark.parametrize("build", [double_mlp, double_attention, two_by_two], ids=lambda build: build.__name__)
 def test_gradients_by_finite_differences(engine, build):
     layer = graphopt.ForwardBackward(build(), engine=engine)
     x = RNG.standard_normal(tuple(d if isinstance(d, int) else 4 for d in layer.inputs["x"].shape))
@@ -143,18 +139,14 @@ def test_gradients_by_finite_differences(engine, build):
 
     for name, at in {**start, "x": x}.items():
         direction = RNG.standard_normal(at.shape)
-        slope = (
-            objective(**{name: at + 1e-5 * direction}) - objective(**{name: at - 1e-5 * direction})
-        ) / 2e-5
+        slope = (objective(**{name: at + 1e-5 * direction}) - objective(**{name: at - 1e-5 * direction})) / 2e-5
         np.testing.assert_allclose(np.vdot(found[name], direction), slope, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("name", control_flow.CASES)
 def test_what_bodies_keep_is_saved(name):
     layer = graphopt.ForwardBackward(control_flow.model_of(name, "float"), engine="graphs", parameters=None)
-    values = {
-        n: a.astype(np.float32) if a.dtype == float else a for n, a in control_flow.seeded(name).items()
-    }
+    values = {n: a.astype(np.float32) if a.dtype == float else a for n, a in control_flow.seeded(name).items()}
     forward = layer.forward({name: values[name] for name in layer.inputs})
     found = forward.backward({n: values[f"{n}.seed"] for n in layer.outputs if f"{n}.seed" in values})
     for x, expected in control_flow.proved(name).items():
@@ -166,9 +158,7 @@ def test_what_bodies_keep_is_saved(name):
 def test_the_agent_is_spared_bodies_that_it_aborts_on():
     proto = control_flow.model_of("if", "float")
     assert graphopt.ForwardBackward(proto, parameters=None).engine == "graphs"
-    with pytest.raises(
-        GraphoptError, match=r"^engine 'agent': .* none takes If node .*, whose body uses 'a' from aro"
-    ):
+    with pytest.raises(GraphoptError, match=r"^engine 'agent': .* none takes If node .*, whose body uses 'a' from aro"):
         graphopt.ForwardBackward(proto, engine="agent", parameters=None)
     assert graphopt.ForwardBackward(control_flow.model_of("scan", "float"), parameters=None).engine == "agent"
 
@@ -184,9 +174,7 @@ def test_several_in_flight_in_any_order(engine):
         assert_equal(found, expected[i])
 
 
-@pytest.mark.parametrize(
-    "end", ["y = Tanh(p)", "t = Tanh(p) y = Reshape(t, shape)", "t = Tanh(p) y = Identity(t)"]
-)
+@pytest.mark.parametrize("end", ["y = Tanh(p)", "t = Tanh(p) y = Reshape(t, shape)", "t = Tanh(p) y = Identity(t)"])
 def test_a_backward_sees_its_own_forwards_parameters_inputs_and_outputs(engine, end):
     proto = model(
         f"g (double[N,3] x) => (double[N,2] y) {{ p = MatMul(x, w) {end} }}",
@@ -312,9 +300,7 @@ def test_only_what_backward_reads_is_saved():
     assert [value.name for value in layer.backward_model.graph.inputs] == [
         "x", "fc0.weight", "fc1.weight", "y.seed", "a0",
     ]  # fmt: skip
-    flat = model(
-        "g (float[N,2,2] x) => (float[N,3] y) { f = Flatten(x)\n y = MatMul(f, w) }", w=np.ones((4, 3))
-    )
+    flat = model("g (float[N,2,2] x) => (float[N,3] y) { f = Flatten(x)\n y = MatMul(f, w) }", w=np.ones((4, 3)))
     layer = graphopt.ForwardBackward(flat)
     assert [value.name for value in layer.forward_model.graph.outputs] == ["y"]  # f is a view of x
 
@@ -328,9 +314,7 @@ def test_both_files_run_by_any_host(tmp_path):
         onnx.checker.check_model(ir.to_proto(part), full_check=True)
         assert set(part.opset_imports) == {""}
         graphopt.save(part, tmp_path / f"{name}.onnx")
-    forward, backward = (
-        ReferenceEvaluator(onnx.load(tmp_path / f"{name}.onnx")) for name in ("forward", "backward")
-    )
+    forward, backward = (ReferenceEvaluator(onnx.load(tmp_path / f"{name}.onnx")) for name in ("forward", "backward"))
     values = {"x": x, "y.seed": dy, **layer.parameters}
     values |= dict(zip(forward.output_names, forward.run(None, {"x": x}), strict=True))
     found = backward.run(None, {name: values[name] for name in backward.input_names})
@@ -410,9 +394,7 @@ def test_auto_takes_the_agent_where_there_is_one():
 
 @pytest.mark.skipif(AGENT, reason="this runtime has an agent")
 def test_an_agent_that_is_not_there():
-    with pytest.raises(
-        GraphoptError, match=r"^engine 'agent': expected a TrainingAgent, onnxruntime .* has none: pip"
-    ):
+    with pytest.raises(GraphoptError, match=r"^engine 'agent': expected a TrainingAgent, onnxruntime .* has none: pip"):
         graphopt.ForwardBackward(linear(), engine="agent")
 
 
@@ -514,9 +496,7 @@ def test_what_cannot_be_differentiated_or_started_is_refused():
     )
     with pytest.raises(GraphoptError, match=r"the outputs do not depend on 'v' .*: freeze them"):
         graphopt.ForwardBackward(two, parameters=passes.Parameters("[vw]"))
-    refused = model(
-        "g (float[N,2] x) => (float[N,2] y) { p = Mul(x, w)\n y = com.example.Odd(p) }", w=np.ones(2)
-    )
+    refused = model("g (float[N,2] x) => (float[N,2] y) { p = Mul(x, w)\n y = com.example.Odd(p) }", w=np.ones(2))
     refused.opset_import.add(domain="com.example", version=1)
     with pytest.raises(GraphoptError):
         graphopt.ForwardBackward(refused)

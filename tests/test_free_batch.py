@@ -174,16 +174,12 @@ def test_what_mixes_rows_is_refused_by_name(name):
         f"g ({text}",
         **weights(), nought=np.array(0), ones=np.ones(4), columns=np.array([4, 6]), positions=np.ones((6, 4)),
     )  # fmt: skip
-    with pytest.raises(
-        GraphoptError, match=f"batch='free': {operator} node .*: expected an operator that treats"
-    ):
+    with pytest.raises(GraphoptError, match=f"batch='free': {operator} node .*: expected an operator that treats"):
         compiled(proto, normalize=FREE)
 
 
 def test_two_inputs_of_two_batches_are_refused():
-    proto = model(
-        "g (float[1,4] x, float[2,4] z) => (float[2,4] y) { h = Mul(x, c) y = Add(h, z) }", c=np.ones(4)
-    )
+    proto = model("g (float[1,4] x, float[2,4] z) => (float[2,4] y) { h = Mul(x, c) y = Add(h, z) }", c=np.ones(4))
     with pytest.raises(GraphoptError, match="batch='free': expected inputs of one batch"):
         compiled(proto, normalize=FREE)
 
@@ -261,9 +257,7 @@ def test_a_squeeze_without_axes_before_what_mixes_rows_is_told():
         w=W, zero=np.array([0]), two=np.array([2]),
     )  # fmt: skip
     proto.graph.output[0].type.tensor_type.ClearField("shape")
-    with pytest.warns(
-        match=r"^Squeeze node '\w+' names no axes, so that it also removes the batch if its size is 1"
-    ):
+    with pytest.warns(match=r"^Squeeze node '\w+' names no axes, so that it also removes the batch if its size is 1"):
         passes.Normalize()(graphopt.load(proto))
 
 

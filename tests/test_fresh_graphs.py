@@ -138,9 +138,7 @@ class Rule(Case):
 class RuleThatReads(Rule):
     def options(self) -> dict[str, Any]:
         super().options()
-        passes.gradient("", "Relu", surrogate=True)(
-            lambda op, dy, x, *, y: [OWN["factor"] * dy * _above(op, y)]
-        )
+        passes.gradient("", "Relu", surrogate=True)(lambda op, dy, x, *, y: [OWN["factor"] * dy * _above(op, y)])
         return {}
 
     def change(self) -> None:
@@ -274,9 +272,7 @@ def test_training_goes_on_with_what_the_options_stand_for_now(
     options = changing.options()
 
     def trained(changes: bool) -> Any:
-        estimator = make(
-            options, warm_start=call == "warm_start", **({"alpha": 0.0} if make is regressor else {})
-        )
+        estimator = make(options, warm_start=call == "warm_start", **({"alpha": 0.0} if make is regressor else {}))
         go_on = estimator.fit if call == "warm_start" else estimator.partial_fit
         go_on(X, targets(estimator))
         if changes:
@@ -297,9 +293,7 @@ def test_a_regressor_goes_on_with_its_model_alone(
     predicted = estimator.predict(X)
     changing.change()
     np.testing.assert_array_equal(estimator.predict(X), predicted)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^model: expected the model that the last fit has trained"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"^model: expected the model that the last fit has trained"):
         (estimator.partial_fit if call == "partial_fit" else estimator.fit)(X, Y)
 
 
@@ -319,9 +313,7 @@ def test_a_pickled_trainer_does_not_predict_with_another_model(
     assert losses(copy.fit(X, Y[:, None])) == losses(estimator.fit(X, Y[:, None]))
 
 
-@pytest.mark.parametrize(
-    "model", [models.mlp((4,), 1, hidden=[8]), ir.to_proto(models.mlp((4,), 1, hidden=[8]))]
-)
+@pytest.mark.parametrize("model", [models.mlp((4,), 1, hidden=[8]), ir.to_proto(models.mlp((4,), 1, hidden=[8]))])
 def test_a_pickled_model_in_memory_is_the_same(model: Any) -> None:
     estimator = trainer({"model": model}).fit(X, Y[:, None])
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(estimator)).predict(X), estimator.predict(X))

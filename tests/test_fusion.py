@@ -106,9 +106,7 @@ COUNTED = {
 def test_fusions_of_plain_descent_are_seen_and_change_no_loss(name):
     others, op_type, without, fused = COUNTED[name]
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05)}
-    compiled = [
-        fused_step(linear(), **steps, fuse=passes.Fuse(leave_out=left)) for left in ([*others, name], others)
-    ]
+    compiled = [fused_step(linear(), **steps, fuse=passes.Fuse(leave_out=left)) for left in ([*others, name], others)]
     assert [sum(n.op_type == op_type for n in each.graph) for each in compiled] == [without, fused]
     executors = [opened(each, threads=1) for each in compiled]
     for i in range(50):
@@ -157,8 +155,7 @@ def test_sums_over_many_columns_are_products(optimizer):
     steps = {"loss": passes.CrossEntropy(), "optimizer": OPTIMIZERS[optimizer]}
     proto = models.mlp([6], 3, hidden=[64, 80])
     compiled = [
-        fused_step(proto, **steps, fuse=passes.Fuse(leave_out=left))
-        for left in (["column_sums_as_product"], [])
+        fused_step(proto, **steps, fuse=passes.Fuse(leave_out=left)) for left in (["column_sums_as_product"], [])
     ]
     products = [[n for n in each.graph if n.op_type == "ConstantOfShape"] for each in compiled]
     assert [len(found) for found in products] == [0, 1]
@@ -182,8 +179,7 @@ def test_sums_over_many_columns_are_products(optimizer):
 def test_scaled_gradients_change_nothing_that_is_reported(steps):
     left_out = passes.Fuse(leave_out=["fold_rate_into_loss_gradient"])
     compiled = [
-        fused_step(linear(), loss=passes.MeanSquaredError(), **steps, fuse=fuse)
-        for fuse in (left_out, passes.Fuse())
+        fused_step(linear(), loss=passes.MeanSquaredError(), **steps, fuse=fuse) for fuse in (left_out, passes.Fuse())
     ]
     executors = [opened(each, threads=1) for each in compiled]
     for _ in range(50):
@@ -380,8 +376,7 @@ def test_what_two_fusions_replace_is_the_models_own_in_inference():
     )
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01)}
     once, twice = (
-        fused_step(proto, **steps, fuse=passes.Fuse(leave_out=names))
-        for names in (["widen_convolution_products"], [])
+        fused_step(proto, **steps, fuse=passes.Fuse(leave_out=names)) for names in (["widen_convolution_products"], [])
     )
     assert len(twice.graph) > len(once.graph)
     executor = opened(twice, threads=1)
@@ -441,8 +436,7 @@ def test_a_gradient_is_masked_after_pooling_bit_for_bit(no_algebra):
     planes = [node.outputs[0].shape[1] for node in fused.graph if node.op_type == "MaxPool"]
     assert planes == [1, 1, 1, 1]  # of the data, and of the scores of equal maxima
     sizes = [
-        [node.outputs[0].shape[-1] for node in step.graph if node.op_type == "HardSigmoid"]
-        for step in (left, fused)
+        [node.outputs[0].shape[-1] for node in step.graph if node.op_type == "HardSigmoid"] for step in (left, fused)
     ]
     assert sizes == [[8, 6, 12], [8, 3, 6]]
     executors = [opened(step, threads=1) for step in (left, fused)]
@@ -555,9 +549,7 @@ def test_a_fusion_that_fails_is_left_out(target, monkeypatch):
     step = graphopt.compile(models.linear((3,), 2), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     monkeypatch.setitem(FUSIONS, "column_sums_as_product", fail)
     monkeypatch.setattr("graphopt.targets.target.read_model", lambda *_: None)
-    with pytest.warns(
-        UserWarning, match=f"the fusions for {target} failed: .*cycle: the graph is lowered without"
-    ):
+    with pytest.warns(UserWarning, match=f"the fusions for {target} failed: .*cycle: the graph is lowered without"):
         lowered = graphopt.lower(step, target)
     executor = graphopt.Executor(lowered, target="plain")
     assert executor.step(x=np.ones((2, 3), np.float32), target=np.ones((2, 2), np.float32))["loss"] > 0
@@ -589,8 +581,7 @@ def test_no_transpose_that_a_gemm_can_do():
     )
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1, momentum=0.9)}
     fused, plain = (
-        fused_step(proto, **steps, fuse=passes.Fuse(leave_out=names))
-        for names in ([], ["fold_transpose_into_gemm"])
+        fused_step(proto, **steps, fuse=passes.Fuse(leave_out=names)) for names in ([], ["fold_transpose_into_gemm"])
     )
     assert [sum(n.op_type == "Transpose" for n in step.graph) for step in (fused, plain)] == [1, 2]
     feeds = {"x": RNG.standard_normal((7, 5, 4)), "target": RNG.standard_normal((7, 5, 3))}

@@ -55,10 +55,7 @@ def weights() -> dict[str, np.ndarray]:
     shapes = {"embedding": (TOKENS, WIDTH), "wq": (WIDTH, WIDTH), "head": (WIDTH, TOKENS)}
     shapes |= dict.fromkeys(("wk", "wv"), (WIDTH, SHARED * HEAD))
     drawn = {name: random.normal(0, 0.3, shape) for name, shape in shapes.items()}
-    return {
-        name: x.astype(np.float32)
-        for name, x in {**drawn, "cos": np.cos(angles), "sin": np.sin(angles)}.items()
-    }
+    return {name: x.astype(np.float32) for name, x in {**drawn, "cos": np.cos(angles), "sin": np.sin(angles)}.items()}
 
 
 def with_weights(text: str, **changes: np.ndarray) -> onnx.ModelProto:
@@ -156,9 +153,7 @@ def test_models_without_a_cache_and_executors() -> None:
     assert tokens_of(executor, [5, 6], 15) == expected
     with pytest.raises(graphopt.GraphoptError, match="expected a model's file beside it, found an executor"):
         graphopt.generate(executor, "a", tokenizer="characters", adapter="a.onnx_adapter")
-    assert graphopt.generate(model, "56", tokenizer="characters", max_tokens=15) == Characters().decode(
-        expected
-    )
+    assert graphopt.generate(model, "56", tokenizer="characters", max_tokens=15) == Characters().decode(expected)
 
 
 @pytest.mark.skipif(VERSION < (1, 20), reason="older runtimes have no adapters")
@@ -195,9 +190,7 @@ def test_adapters_that_graphopt_has_trained(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     graphopt.save(graphopt.models.transformer((8,), 100, width=16, layers=1), path)
     adapter, loss = passes.LoRA(rank=2), passes.CausalLanguageModel()
-    executor = graphopt.Executor(
-        graphopt.compile(path, adapter=adapter, loss=loss, optimizer=passes.AdamW(0.1))
-    )
+    executor = graphopt.Executor(graphopt.compile(path, adapter=adapter, loss=loss, optimizer=passes.AdamW(0.1)))
     for _ in range(5):
         executor.step(x=np.arange(16).reshape(2, 8))
     expected = tokens_of(executor, [1, 2])
@@ -311,12 +304,7 @@ def test_the_command_continues_texts(
     out = capsys.readouterr().out
     assert "Up above the world so high" in out and "written   20 tokens in" in out
     monkeypatch.setattr("sys.stdin", io.StringIO("Twinkle, twinkle"))
-    assert (
-        main(
-            ["generate", "model=run/trained.onnx", "generate.tokenizer=characters", "prompt=-", "quiet=true"]
-        )
-        == 0
-    )
+    assert main(["generate", "model=run/trained.onnx", "generate.tokenizer=characters", "prompt=-", "quiet=true"]) == 0
     assert "How I wonder what you are!" in capsys.readouterr().out
     assert before == {path for path in Path(".").rglob("*") if path.is_file()}
     for arguments, message in (

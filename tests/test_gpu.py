@@ -152,9 +152,7 @@ def test_the_report_says_what_the_cpu_runs(tmp_path: Path, monkeypatch: Any, cap
 
 @pytest.mark.slow
 @pytest.mark.skipif(not WHY, reason="there is a GPU, or the CPU poses as one")
-@pytest.mark.parametrize(
-    "cases", ["not slow", pytest.param("slow or exhaustive", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow or exhaustive", marks=pytest.mark.exhaustive)])
 def test_what_a_gpu_runs_runs_on_a_cpu_that_poses_as_one(cases: str) -> None:
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-n", "0", "-m", cases]
     environment = {**os.environ, "GRAPHOPT_POSED_GPU": "1", "GRAPHOPT_SAMPLE": "1"}
@@ -208,9 +206,7 @@ def test_float16_is_as_on_the_cpu_but_for_rounding(network: str, graph_capture: 
 @plain_and_captured
 def test_bfloat16_is_as_on_the_cpu_but_for_rounding(network: str, graph_capture: bool) -> None:
     on_cpu = executor(compiled(network), "cpu")
-    on_cuda = executor(
-        compiled(network, precision=passes.MixedPrecision("bfloat16")), graph_capture=graph_capture
-    )
+    on_cuda = executor(compiled(network, precision=passes.MixedPrecision("bfloat16")), graph_capture=graph_capture)
     feeds = batch(on_cpu, network)
     for _ in range(5):
         assert on_cuda.step(feeds)["loss"] == pytest.approx(on_cpu.step(feeds)["loss"], rel=5e-2)
@@ -371,9 +367,7 @@ def test_a_captured_output_needs_a_shape() -> None:
         "g (float[N,4] x) => (float[N,3] y, int64[2,K] z) { y = MatMul(x, w) z = NonZero(y) }",
         w=np.ones((4, 3)),
     )
-    step = graphopt.compile(
-        nonzero, loss=passes.Losses({"y": passes.MeanSquaredError()}), optimizer=passes.SGD()
-    )
+    step = graphopt.compile(nonzero, loss=passes.Losses({"y": passes.MeanSquaredError()}), optimizer=passes.SGD())
     captured = executor(step, graph_capture=True)
     target = str(with_role(step, Role.TARGET)[0].name)
     with pytest.raises(GraphoptError, match="output 'z': expected a shape that follows from the batch's"):
@@ -397,9 +391,7 @@ def test_accumulated_gradients_and_several_steps_per_call_are_as_on_the_cpu() ->
 @plain_and_captured
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_a_step_that_is_not_finite_changes_nothing(graph_capture: bool, on_nonfinite: Any) -> None:
-    on_cuda = executor(
-        compiled("mlp"), graph_capture=graph_capture, on_nonfinite=on_nonfinite, report=["loss"]
-    )
+    on_cuda = executor(compiled("mlp"), graph_capture=graph_capture, on_nonfinite=on_nonfinite, report=["loss"])
     feeds = batch(on_cuda, "mlp")
     on_cuda.step(feeds)
     before = on_cuda.state
@@ -437,9 +429,7 @@ def test_a_step_reads_once_from_the_gpu(graph_capture: bool, monkeypatch: Any) -
     monkeypatch.setattr(
         onnxruntime.OrtValue,
         "numpy",
-        lambda value: (reads.append(value.shape()) if value.device_name() != "cpu" else None, numpy(value))[
-            1
-        ],
+        lambda value: (reads.append(value.shape()) if value.device_name() != "cpu" else None, numpy(value))[1],
     )
     on_cuda.step(feeds)
     assert len(reads) <= 1
@@ -551,9 +541,7 @@ def test_the_second_gpu_takes_the_same_steps(graph_capture: bool) -> None:
         onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1), "cuda", 1)
     except RuntimeError:
         pytest.skip("there is one GPU")
-    first, second = (
-        executor(compiled("cnn"), device, graph_capture=graph_capture) for device in ("cuda:0", "cuda:1")
-    )
+    first, second = (executor(compiled("cnn"), device, graph_capture=graph_capture) for device in ("cuda:0", "cuda:1"))
     feeds = batch(first, "cnn")
     for _ in range(3):
         assert second.step(feeds)["loss"] == pytest.approx(first.step(feeds)["loss"], rel=1e-4)
@@ -568,9 +556,7 @@ def test_too_little_memory_is_one_line_and_the_state_stays() -> None:
         limited.step(batch(limited, "cnn"))
     assert "\n" not in str(caught.value)
     assert_equal(limited.state, before)
-    frugal = executor(
-        compiled("cnn"), provider_options={**FLOAT32, "arena_extend_strategy": "kSameAsRequested"}
-    )
+    frugal = executor(compiled("cnn"), provider_options={**FLOAT32, "arena_extend_strategy": "kSameAsRequested"})
     assert np.isfinite(frugal.step(batch(frugal, "cnn"))["loss"])
 
 

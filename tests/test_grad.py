@@ -162,9 +162,7 @@ def test_names_that_do_not_exist(options, message):
 
 
 def test_an_output_that_does_not_depend_on_an_input_is_refused():
-    proto = model(
-        "g (float[N,2] x, float[N,2] z) => (float[N,2] y, float[N,2] w) { y = Tanh(x)\n w = Tanh(z) }"
-    )
+    proto = model("g (float[N,2] x, float[N,2] z) => (float[N,2] y, float[N,2] w) { y = Tanh(x)\n w = Tanh(z) }")
     with pytest.raises(graphopt.GraphoptError, match="'y' does not depend on 'z' differentiably"):
         graphopt.grad(proto, ["z"], of="y")
 

@@ -138,9 +138,7 @@ def test_gradient(case: Case) -> None:
     assert proof.compared == proof.total
     if case.runtime:
         check_in_float32(case, proof)
-    if (
-        case.runtime and case.double and case.op_type != "Sin"
-    ):  # ONNX Runtime 1.19 has Sin in float64, and Cos not
+    if case.runtime and case.double and case.op_type != "Sin":  # ONNX Runtime 1.19 has Sin in float64, and Cos not
         check_in_float64(case, proof)
     check_valid(case)
 
@@ -205,9 +203,7 @@ def test_gradient_at_a_kink(dtype: type, case: Case, expected: list[Any]) -> Non
 def test_every_rule_has_a_case() -> None:
     elsewhere = {"If", "Scan", "Loop", "RNN", "GRU", "LSTM"}  # test_control_flow, test_recurrent
     elsewhere |= {"QuantizeLinear", "DynamicQuantizeLinear"}  # test_quantization
-    assert {op_type for domain, op_type in RULES if domain == ""} - elsewhere == {
-        case.op_type for case in CASES
-    }
+    assert {op_type for domain, op_type in RULES if domain == ""} - elsewhere == {case.op_type for case in CASES}
 
 
 @pytest.mark.parametrize("case", NON_DIFFERENTIABLE, ids=str)
@@ -228,18 +224,14 @@ def parsed(text: str) -> onnx.ModelProto:
 
 
 def test_an_output_that_nothing_uses_has_a_zero_gradient() -> None:
-    model = parsed(
-        "g (float[4] x) => (float[2] y) { a, b = Split<axis = 0, num_outputs = 2>(x) y = Mul(a, a) }"
-    )
+    model = parsed("g (float[4] x) => (float[2] y) { a, b = Split<axis = 0, num_outputs = 2>(x) y = Mul(a, a) }")
     found = check_gradient(model, {"x": spaced(4)})
     assert found["x"][2:].tolist() == [0, 0]
 
 
 def test_gradients_of_several_uses_and_of_inputs_on_the_way_add_up() -> None:
     check_gradient(
-        parsed(
-            "g (float[2, 3] x, float[3] w) => (float[2, 3] y, float[2, 3] z) { y = Mul(x, w) z = Div(y, x) }"
-        ),
+        parsed("g (float[2, 3] x, float[3] w) => (float[2, 3] y, float[2, 3] z) { y = Mul(x, w) z = Div(y, x) }"),
         {"x": spaced(2, 3), "w": spaced(3)},
     )
 
@@ -324,9 +316,7 @@ def test_gradients_of_parts_add_up(parts: list[tuple[int, int]], axis: int) -> N
         nodes += [f"a{i} = Constant<value_ints=[{start}]>()", f"b{i} = Constant<value_ints=[{end}]>()"]
         nodes += [f"p{i} = Slice(x, a{i}, b{i}, axes)", f"t{i} = Sin(p{i})", f"s{i} = ReduceSum(t{i})"]
     sums = ", ".join(f"s{i}" for i in range(len(parts)))
-    model = parsed(
-        f"g (float[{shape[0]},{shape[1]}] x) => (float[1,1] y) {{ {' '.join(nodes)} y = Sum({sums}) }}"
-    )
+    model = parsed(f"g (float[{shape[0]},{shape[1]}] x) => (float[1,1] y) {{ {' '.join(nodes)} y = Sum({sums}) }}")
     check_gradient(model, {"x": spaced(*shape)})
     operators = [node.op_type for node in gradient_model(model).graph]
     assert ("Concat" in operators) == (parts not in PARTS[4:6])

@@ -116,6 +116,4 @@ def test_nodes_lead_to_those_that_they_come_before() -> None:
             if x is not None and (producer := x.producer()) is not None:
                 before[node] |= {producer, *before[producer]}
     for node in nodes:
-        assert {other for other in nodes if reach.leads(node, [other])} == {
-            o for o in nodes if node in before[o]
-        }
+        assert {other for other in nodes if reach.leads(node, [other])} == {o for o in nodes if node in before[o]}

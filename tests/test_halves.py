@@ -45,9 +45,7 @@ class Twins(Communicator):
 
 
 def halved(pipeline: graphopt.Pipeline, source: Any, **options: Any) -> graphopt.DataParallel:
-    return graphopt.DataParallel(
-        graphopt.split_step(pipeline, source), communicator=Twins(), threads=1, **options
-    )
+    return graphopt.DataParallel(graphopt.split_step(pipeline, source), communicator=Twins(), threads=1, **options)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["runtime", "native"])
@@ -127,9 +125,7 @@ def test_halves_have_the_interface_that_they_say() -> None:
         return sorted(str(value.name) for value in values if not chosen or role_of(value) in chosen)
 
     assert names(halves.grad[0].graph.inputs) == sorted([*weights, "sample_weight", "target", "x"])
-    assert names(halves.grad[0].graph.outputs) == sorted(
-        ["loss", "rows", "y", *(f"{w}.grad" for w in weights)]
-    )
+    assert names(halves.grad[0].graph.outputs) == sorted(["loss", "rows", "y", *(f"{w}.grad" for w in weights)])
     assert names(halves.apply.graph.inputs, Role.GRADIENT) == [f"{w}.grad" for w in weights]
     assert names(halves.apply.graph.outputs, Role.DIAGNOSTIC) == ["gradient_norm"]
     assert names(halves.apply.graph.outputs, Role.NEXT) == names(halves.step.graph.outputs, Role.NEXT)
@@ -144,9 +140,7 @@ def test_gradients_are_one_buffer() -> None:
     twins.step(x=X, target=T)
     numbers = sum(x.size for x in twins.parameters.values())
     sent = twins.workers.bytes - before
-    assert (
-        4 * numbers <= sent <= 4 * numbers + 64 * len(twins.parameters) + 16
-    )  # aligned; the weight and the loss
+    assert 4 * numbers <= sent <= 4 * numbers + 64 * len(twins.parameters) + 16  # aligned; the weight and the loss
 
 
 WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
@@ -203,9 +197,7 @@ def test_losses_with_several_divisors_cannot_be_split(losses: dict[str, passes.C
 def test_halves_have_initializers_in_the_order_of_the_step() -> None:
     """The workers compare the bytes of their graphs."""
     source = models.transformer((6,), 3, width=8, heads=2)
-    halves = graphopt.split_step(
-        graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW()), source
-    )
+    halves = graphopt.split_step(graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW()), source)
     for half in (*halves.grad, halves.apply):
         names = [name for name in halves.step.graph.initializers if name in half.graph.initializers]
         assert len(names) > 1

@@ -75,9 +75,7 @@ def _device(place: Path) -> None:
 
 KINDS: dict[str, Callable[[Path, Path], Any]] = {
     "a link to a file": lambda place, canary: place.symlink_to(canary / "bashrc"),
-    "a relative link": lambda place, canary: place.symlink_to(
-        os.path.relpath(canary / "bashrc", place.parent)
-    ),
+    "a relative link": lambda place, canary: place.symlink_to(os.path.relpath(canary / "bashrc", place.parent)),
     "a link to a folder": lambda place, canary: place.symlink_to(canary / "project"),
     "a link to nothing": lambda place, canary: place.symlink_to(canary / "new"),
     "a link to itself": lambda place, canary: place.symlink_to(place.name),
@@ -135,8 +133,7 @@ JSON: dict[str, bytes] = {
     "no UTF-8": b'{"value": "\xff"}\n',
     "half of a character": b'{"epoch": "\\ud800", "seconds": 1, "loss": 1, "step": 1, "value": "\\ud800"}\n',
     "a huge number": b'{"epoch": 1, "seconds": 1, "step": 1, "loss": ' + 5000 * b"9" + b"}\n",
-    "400 digits": b'{"epoch": 1, "seconds": 1, "step": 1, "loss": %b, "value": %b}\n'
-    % (400 * b"9", 400 * b"9"),
+    "400 digits": b'{"epoch": 1, "seconds": 1, "step": 1, "loss": %b, "value": %b}\n' % (400 * b"9", 400 * b"9"),
     "an exponent": b'{"epoch": 1e999, "seconds": 1, "step": -1e999, "loss": 1e999, "value": 1e999}\n',
     "no number": b'{"epoch": NaN, "seconds": "x", "step": [], "loss": {}, "value": {}}\n',
     "texts": b'{"epoch": "1", "seconds": "x", "step": "1", "loss": "\\u001b[31m", "value": "1"}\n',
@@ -245,9 +242,7 @@ def _end(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, 
     capfd.readouterr()
     code = cli.main([*arguments, "quiet=true"])
     said = capfd.readouterr()
-    lines = [
-        x for x in said.err.splitlines() if x and not x.startswith(("graphopt: warning: ", "Error executing"))
-    ]
+    lines = [x for x in said.err.splitlines() if x and not x.startswith(("graphopt: warning: ", "Error executing"))]
     assert len(lines) == (code != 0), said.err
     assert all(x.startswith("graphopt: error: ") for x in lines), said.err
     assert (said.out + said.err).replace("\n", "").isprintable()
@@ -306,9 +301,7 @@ def test_links_of_a_project_stay(canary: Path, capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_a_signature_elsewhere_signs_nothing(
-    copied: bool, canary: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signature_elsewhere_signs_nothing(copied: bool, canary: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The record of one's own run, as a link in the run of someone else, is not followed."""
     assert _end([*MINE, "fit.epochs=1", "folder=own"], capfd)[0] == 0
     shutil.rmtree("theirs/.hydra")
@@ -326,9 +319,7 @@ EVIL = "\ntouch pwned #\x1b[31m\x9b31m\u202e\u2028\r"
 
 
 @pytest.mark.slow
-def test_a_name_is_one_line_of_a_log_and_of_a_terminal(
-    canary: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_is_one_line_of_a_log_and_of_a_terminal(canary: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for path in ("theirs/config.yaml", "theirs/.hydra/config.yaml"):
         config = yaml.safe_load(Path(path).read_text())
         config["pipeline"] = {EVIL: {"_target_": "passes.Normalize"}, **config["pipeline"]}
@@ -413,9 +404,7 @@ def test_a_checkpoint_that_is_no_file_is_refused(kind: str, canary: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["[1]", "9" * 500, _deep("[", "]", 200), '{"a": "\\ud800"}', "{"])
-def test_properties_of_a_checkpoint_are_plain(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_properties_of_a_checkpoint_are_plain(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.runtime.checkpoint.json.dumps", lambda *_, **__: text)
     save_state({"a": np.zeros(3)}, tmp_path / "a", {})
     with pytest.raises(GraphoptError):
@@ -454,9 +443,7 @@ TOKENIZER: dict[str, Any] = {
 PANICS: dict[str, dict[str, Any]] = {
     "chunks of 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     "a table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
-    "a table with a wild index": {
-        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}
-    },
+    "a table with a wild index": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},
     "merges without a token": {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}},
     "a template without its token": {
         "post_processor": {

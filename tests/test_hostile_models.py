@@ -167,18 +167,14 @@ def changed(change: Callable[[onnx.ModelProto], None]) -> ir.Model:
 def test_notes_for_inference_are_checked_before_training(noted: dict[str, Any], tmp_path: Path) -> None:
     proto = ir.to_proto(compiled(linear()))
     name = next(name for node in proto.graph.node for name in node.output if "." not in name)
-    value = next((v for v in proto.graph.value_info if v.name == name), None) or proto.graph.value_info.add(
-        name=name
-    )
+    value = next((v for v in proto.graph.value_info if v.name == name), None) or proto.graph.value_info.add(name=name)
     value.metadata_props.add(key="graphopt.inference", value=json.dumps(noted))
     onnx.save(proto, tmp_path / "step.onnx")
     with pytest.raises(GraphoptError, match=r"metadata 'graphopt\.inference': expected"):
         graphopt.load(tmp_path / "step.onnx")
 
 
-@pytest.mark.parametrize(
-    "noted", ["-", "[]", "{}", '{"outputs": 3, "parts": []}', '{"outputs": ["q"], "parts": []}']
-)
+@pytest.mark.parametrize("noted", ["-", "[]", "{}", '{"outputs": 3, "parts": []}', '{"outputs": ["q"], "parts": []}'])
 def test_what_was_set_aside_is_checked_before_more_is(noted: str) -> None:
     proto = model(
         "g (float[N,4] x) => (float[N,3] y, seq(float[N,3]) s) { y = MatMul(x, w) s = SequenceConstruct(y) }",
@@ -217,15 +213,12 @@ def test_names_that_training_needs_and_outputs_have_are_told(name: str) -> None:
 
 def doubling(text: str, count: int) -> str:
     lines = "\n".join(f"c{i + 1} = Concat<axis=0>(c{i}, c{i})" for i in range(count))
-    return (
-        f"g (float[N,4] x) => (float[N,3] y) {{ {text}\n{lines}\n m = MatMul(x, w)\n y = Add(m, c{count}) }}"
-    )
+    return f"g (float[N,4] x) => (float[N,3] y) {{ {text}\n{lines}\n m = MatMul(x, w)\n y = Add(m, c{count}) }}"
 
 
 def nested_functions(count: int) -> str:
     functions = "\n".join(
-        f'<domain: "own", opset_import: ["" : 21, "own" : 1]> f{i + 1} (a) => (c) '
-        f"{{ b = own.f{i}(a) c = own.f{i}(b) }}"
+        f'<domain: "own", opset_import: ["" : 21, "own" : 1]> f{i + 1} (a) => (c) {{ b = own.f{i}(a) c = own.f{i}(b) }}'
         for i in range(count)
     )
     return (
@@ -258,8 +251,7 @@ EXPANDING = {
     "34 sequences of integers that are joined": model(
         "g (float[N,4] x) => (float[N,3] y) { c0 = Constant<value_ints=[1]>()\n"
         + "\n".join(
-            f"s{i} = SequenceConstruct(c{i}, c{i}) c{i + 1} = ConcatFromSequence<axis=0>(s{i})"
-            for i in range(34)
+            f"s{i} = SequenceConstruct(c{i}, c{i}) c{i + 1} = ConcatFromSequence<axis=0>(s{i})" for i in range(34)
         )
         + "f = Cast<to=1>(c34) r = ReduceMax<keepdims=0>(f) m = MatMul(x, w) y = Add(m, r) }",
         w=W,
@@ -328,9 +320,7 @@ LARGE_GRADIENTS = {
 def test_constants_that_a_gradient_would_make_are_counted_first(case: str) -> None:
     text, given = LARGE_GRADIENTS[case]
     with pytest.raises(GraphoptError, match="it takes a constant of at most 16,777,216 elements, found"):
-        graphopt.compile(
-            model(text, w=np.ones(1), **given), parameters=passes.Parameters(unfreeze="w"), loss=SQUARES
-        )
+        graphopt.compile(model(text, w=np.ones(1), **given), parameters=passes.Parameters(unfreeze="w"), loss=SQUARES)
 
 
 @pytest.mark.parametrize(
@@ -419,9 +409,7 @@ def test_an_estimate_of_memory_assumes_no_size_that_ends_the_process() -> None:
         w=np.ones((2, 2, 40)),
     )
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    with pytest.raises(
-        GraphoptError, match=r"sizes: expected .* all shapes follow, found \{'N': 2, 'L': 16\}"
-    ):
+    with pytest.raises(GraphoptError, match=r"sizes: expected .* all shapes follow, found \{'N': 2, 'L': 16\}"):
         estimate(step, {"N": 2, "L": 16})
     assert estimate(step, {"N": 2, "L": 64}).parameters == 640
 
@@ -433,9 +421,7 @@ def test_a_size_below_zero_beside_a_function_does_not_end_the_process(place: str
     makers = {"before a function": "c = Conv(u, wide)", "declared": "c = own.Unknown(u)"}
     proto = sliced(makers.get(place, ""), f"v = own.Cut({argument}, wide, zero, two, axes)")
     proto.opset_import.add(domain="own", version=1)
-    proto.graph.value_info.append(
-        onnx.helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT, [1, 1, -4, 4])
-    )
+    proto.graph.value_info.append(onnx.helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT, [1, 1, -4, 4]))
     text = f'<domain: "own", opset_import: ["" : 21]> Cut (z, wide, zero, two, axes) => (v) {{ {body} }}'
     proto.functions.append(onnx.parser.parse_function(text))
     typed = infer_message(proto) if place != "before a function" else None
@@ -446,9 +432,7 @@ def test_a_size_below_zero_beside_a_function_does_not_end_the_process(place: str
 
 def test_sizes_behind_windows_are_inferred() -> None:
     """They take two rounds of inference."""
-    maker = (
-        "b = MaxPool<kernel_shape=[2,2]>(u) s = Slice(b, zero, two, axes) c = MaxPool<kernel_shape=[2,2]>(s)"
-    )
+    maker = "b = MaxPool<kernel_shape=[2,2]>(u) s = Slice(b, zero, two, axes) c = MaxPool<kernel_shape=[2,2]>(s)"
     typed = infer_message(sliced(maker, READERS["Slice"]), propagate=True, strict=True)
     sizes = {x.name: [dim.dim_value for dim in x.type.tensor_type.shape.dim] for x in typed.graph.value_info}
     assert (sizes["s"], sizes["v"]) == ([1, 1, 2, 2], [1, 1, 1, 1])
@@ -521,9 +505,7 @@ def test_bodies_that_nest_too_deeply_are_told() -> None:
                 "else_branch": ir.Graph([], [], nodes=[], name="b"),
             }
             node = ir.node("If", [condition], bodies)
-        graph = ir.Graph(
-            [value, condition], list(node.outputs), nodes=[node], opset_imports={"": 21}, name="g"
-        )
+        graph = ir.Graph([value, condition], list(node.outputs), nodes=[node], opset_imports={"": 21}, name="g")
         return ir.Model(graph, ir_version=10)
 
     refused(nested(40), r"nested at most 24 deep, found 40: limits\.depth=40 allows it")
@@ -548,15 +530,11 @@ def test_slices_in_the_layers_of_a_decoder_take_no_round_of_inference_each(monke
         c{i}, d{i} = Split<axis=1>(h{i}, parts) e{i} = Concat<axis=1>(a{i}, d{i})
         s{i} = Slice(e{i}, zero, one) n{i} = Size(s{i}) r{i} = Range(start, n{i}, step) f{i} = Cast<to=1>(r{i})
         g{i} = ReduceSum<keepdims=0>(f{i}) x{j} = Add(e{i}, g{i})"""
-    text = (
-        "g (float[N,4] x0) => (float[N,4] x5) {" + "".join(layer.format(i=i, j=i + 1) for i in range(5)) + "}"
-    )
+    text = "g (float[N,4] x0) => (float[N,4] x5) {" + "".join(layer.format(i=i, j=i + 1) for i in range(5)) + "}"
     weights = {"q": np.ones((4, 4), np.int8), "scale": np.float32(0.1), "parts": np.array([2, 2])}
     weights |= {"zero": np.array([0]), "one": np.array([1]), "start": np.array(0), "step": np.array(1)}
     calls, infer = [], onnx.shape_inference.infer_shapes
-    monkeypatch.setattr(
-        onnx.shape_inference, "infer_shapes", lambda *a, **k: calls.append(1) or infer(*a, **k)
-    )
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", lambda *a, **k: calls.append(1) or infer(*a, **k))
     typed = infer_message(model(text, **weights))
     assert len(calls) == 1
     assert [dim.dim_value for dim in typed.graph.output[0].type.tensor_type.shape.dim][1] == 4

@@ -388,9 +388,7 @@ CODE = {"_target_": "os.mkdir", "path": "pwned"}
 
 # Recorded recipes of someone else: what is changed in them, and what the error has to say.
 @pytest.mark.parametrize("call", messages.calls("hostile_runs"), ids=_name)
-@pytest.mark.parametrize(
-    "arguments", [["evaluate", "folder=../evil/run"], ["resume=../evil/run", "fit.epochs=2"]]
-)
+@pytest.mark.parametrize("arguments", [["evaluate", "folder=../evil/run"], ["resume=../evil/run", "fit.epochs=2"]])
 @pytest.mark.slow
 def test_the_run_of_someone_else_is_refused_in_one_line(
     call: str, arguments: list[str], capfd: pytest.CaptureFixture[str]
@@ -425,9 +423,7 @@ def test_what_the_run_of_someone_else_must_not_decide_is_not_taken_from_it() -> 
         "run": "artifacts",
         "predictions": "../pwned.csv",
     }
-    _runs_folder(
-        _set(**changed, launcher={"_target_": "graphopt.distributed.launchers.LocalLauncher"}, hydra=CODE)
-    )
+    _runs_folder(_set(**changed, launcher={"_target_": "graphopt.distributed.launchers.LocalLauncher"}, hydra=CODE))
     assert cli.main(["evaluate", "folder=../evil/run"]) == 0
     assert cli.main(["predict", "folder=../evil/run"]) == 0
     assert Path("../evil/run/predictions.npz").is_file() and not Path("../pwned").exists()

@@ -32,9 +32,7 @@ class Host:
         self.folder = folder
         self.contract: dict[str, Any] = json.loads((folder / "host.json").read_text())
         self.state = dict(state or safetensors.numpy.load_file(folder / "state.safetensors"))
-        self.hyperparameters = {
-            x["name"]: np.array(x["default"], x["type"]) for x in self.contract["hyperparameters"]
-        }
+        self.hyperparameters = {x["name"]: np.array(x["default"], x["type"]) for x in self.contract["hyperparameters"]}
 
     def run(self, graph: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a graph; a step replaces the state."""
@@ -246,9 +244,7 @@ def test_labels_and_the_one_that_is_ignored_are_told(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected a training graph, found an inference model: compile"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected a training graph, found an inference model: compile"):
         graphopt.export_hosts(linear(), tmp_path / "out")
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     with pytest.raises(graphopt.GraphoptError, match="batch: expected 1 or more"):
@@ -268,12 +264,8 @@ def test_the_program_of_a_language_comes_with_the_graphs(language: str, tmp_path
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     graphopt.export_hosts(step, tmp_path, language=language)
     source = Path(graphopt.__file__).parent / "hosts" / language
-    written = {
-        path.relative_to(tmp_path / language) for path in (tmp_path / language).rglob("*") if path.is_file()
-    }
-    expected = {
-        "c": {"graphopt.c", "graphopt.h", "train.c", "Makefile", "README.md", "abi/onnxruntime_c_api.h"}
-    }
+    written = {path.relative_to(tmp_path / language) for path in (tmp_path / language).rglob("*") if path.is_file()}
+    expected = {"c": {"graphopt.c", "graphopt.h", "train.c", "Makefile", "README.md", "abi/onnxruntime_c_api.h"}}
     if language == "javascript":
         files = json.loads((source / "package.json").read_text())["files"]
         expected["javascript"] = {*files, "package.json", "README.md"}

@@ -98,8 +98,7 @@ def test_checkpoints_cross(program: Path, tmp_path: Path) -> None:
     graphopt.export_hosts(step, tmp_path / "host")
     whole, executor = graphopt.Executor(step), graphopt.Executor(step)
     initial, first, second, third = (
-        tmp_path / name
-        for name in ("host/state.safetensors", "1.safetensors", "2.safetensors", "3.safetensors")
+        tmp_path / name for name in ("host/state.safetensors", "1.safetensors", "2.safetensors", "3.safetensors")
     )
     train(program, tmp_path / "host", initial, fed[:10], first)
     executor.load(first)  # on from C
@@ -165,9 +164,7 @@ def test_adapter_files_are_those_of_python(name: str, build: Path, tmp_path: Pat
         command = [build / "adapter", tmp_path / "host", tmp_path / "state.safetensors", form, found]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if form not in forms:
-            assert done.stderr.startswith(
-                f"adapter: adapter: expected the form {form} in host.json, found none"
-            )
+            assert done.stderr.startswith(f"adapter: adapter: expected the form {form} in host.json, found none")
             continue
         assert not done.returncode, done.stderr
         path = expected / ADAPTER_FILES[form][0] if form == "onnxruntime" else expected
@@ -246,10 +243,7 @@ def test_two_open_sizes_train_where_the_sizes_are_given(program: Path, tmp_path:
     np.testing.assert_allclose(found[:-1], [executor.step(batch)["loss"] for batch in fed], rtol=1e-6)
     with pytest.raises(subprocess.CalledProcessError) as told:
         train(program, tmp_path / "host", None, fed, tmp_path / "2.safetensors")
-    assert (
-        "x: expected the sizes of int64 [B,T], of which 2 are open, found none: pass dims"
-        in told.value.stderr
-    )
+    assert "x: expected the sizes of int64 [B,T], of which 2 are open, found none: pass dims" in told.value.stderr
 
 
 def damage(host: Path, folder: Path) -> None:
@@ -285,9 +279,7 @@ def test_every_mistake_is_told_in_one_line(build: Path, tmp_path: Path) -> None:
         graphopt.export_hosts(step, tmp_path / name)
     damage(tmp_path / "mlp", tmp_path / "damaged")
     folders = [tmp_path / name for name in ("mlp", "linear", "sequences", "damaged")]
-    done = subprocess.run(
-        [build / "mistakes", *folders], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = subprocess.run([build / "mistakes", *folders], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = done.stdout.replace(str(tmp_path), "FOLDER")
     if os.environ.get("UPDATE_LISTINGS"):

@@ -177,9 +177,7 @@ def test_adapter_files_are_those_of_python(name: str, tmp_path: Path) -> None:
     found = javascript("adapters.js", "node", tmp_path)
     for form in files:
         if form not in forms:
-            told = (
-                f"GraphoptError: form '{form}': unknown; expected {', '.join(forms)}: graphopt.save_adapter"
-            )
+            told = f"GraphoptError: form '{form}': unknown; expected {', '.join(forms)}: graphopt.save_adapter"
             assert found.pop(form).startswith(told)
     assert found == {form: files[form] for form in forms}
     before = executor.state
@@ -212,9 +210,7 @@ def test_it_trains_in_chromium_on_webgpu(reference: Reference) -> None:
 
 
 def test_it_trains_in_16_bits(tmp_path: Path) -> None:
-    step = graphopt.compile(
-        linear(dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05)
-    )
+    step = graphopt.compile(linear(dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
     graphopt.export_hosts(step, tmp_path)
     fed = [{name: x.astype(np.float16) for name, x in batch.items()} for batch in batches("linear", 5)]
     write_batches(tmp_path, fed)
@@ -291,9 +287,7 @@ def test_the_package_is_small_and_names_its_files() -> None:
     described = json.loads((PACKAGE / "package.json").read_text())
     assert set(described["files"]) == {path.name for path in PACKAGE.glob("*.[jt]s")}
     assert set(described["peerDependencies"]) == {"onnxruntime-common"} and "dependencies" not in described
-    assert (
-        sum(len(path.read_text().splitlines()) for path in PACKAGE.glob("*.js")) <= 840
-    )  # 200 are the proof
+    assert sum(len(path.read_text().splitlines()) for path in PACKAGE.glob("*.js")) <= 840  # 200 are the proof
 
 
 @pytest.mark.slow
@@ -319,9 +313,7 @@ def test_the_page_trains_learns_drawn_and_photographed_digits_and_keeps_the_mode
     assert set(found["downloads"]) == {"inference.onnx", "state.safetensors"}
     image, heat = (np.array(numbers, np.float32) for numbers in found["heat"])
     feeds = {"x": image.reshape(1, 1, 8, 8) / 255, "class": np.array([3])}
-    explained = graphopt.explain(
-        tmp_path / "inference.onnx", passes.IntegratedGradients(steps=16), keep=False
-    )
+    explained = graphopt.explain(tmp_path / "inference.onnx", passes.IntegratedGradients(steps=16), keep=False)
     (expected,) = graphopt.run(explained, feeds).values()
     signed = heat[:, 3] * np.where(heat[:, 0] > heat[:, 2], 1, -1) / 255
     # Pixels of the canvas have 8 bits, of which faint ones keep no color.
@@ -394,9 +386,7 @@ def test_derivatives_and_explanations_run_in_node_as_in_python(tmp_path: Path) -
         words = ["node", "--input-type=module", "-e", IN_NODE, path, json.dumps(said)]
         done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS, check=True)
         (found,) = json.loads(done.stdout)
-        (expected,) = graphopt.run(
-            path, {name: feeds[name] for name in list(feeds)[: 1 + (number > 1)]}
-        ).values()
+        (expected,) = graphopt.run(path, {name: feeds[name] for name in list(feeds)[: 1 + (number > 1)]}).values()
         np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4, atol=1e-6)
 
 

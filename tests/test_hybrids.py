@@ -41,9 +41,7 @@ def hybrid(rng: np.random.Generator) -> onnx.ModelProto:
     shapes |= {"norm": (SIZE,), "wo": (D, D)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) / 2 for name, shape in shapes.items()}
     arrays["neg_exp_A"] = np.array([-0.5, -1.5], np.float32)
-    proto.graph.initializer.extend(
-        onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()
-    )
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items())
     return proto
 
 

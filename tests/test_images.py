@@ -43,14 +43,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def pixels(
-    path: Path, mode: str = "RGB", size: tuple[int, int] | None = None, resample: int = 2
-) -> np.ndarray:
+def pixels(path: Path, mode: str = "RGB", size: tuple[int, int] | None = None, resample: int = 2) -> np.ndarray:
     """Return what Pillow reads, as float32 [C, H, W] from 0 to 1."""
     image = PIL.Image.open(path).convert(mode)
-    found = np.asarray(
-        image if size is None else image.resize(size[::-1], resample), np.float32
-    ) / np.float32(255)
+    found = np.asarray(image if size is None else image.resize(size[::-1], resample), np.float32) / np.float32(255)
     return np.moveaxis(found, 2, 0) if found.ndim == 3 else found[None]
 
 
@@ -128,9 +124,7 @@ def test_sample_photographs_are_resized_as_by_pillow(tmp_path: Path, resample: A
         path = tmp_path / name / f"{name}.jpg"
         assert (row == pixels(path, {1: "L", 3: "RGB"}[channels], (40, 30), method)).all()
     whole = data.images(str(tmp_path))
-    assert (
-        whole.arrays["x"][1:2][0] == load_sample_images().images[1].transpose(2, 0, 1) / np.float32(255)
-    ).all()
+    assert (whole.arrays["x"][1:2][0] == load_sample_images().images[1].transpose(2, 0, 1) / np.float32(255)).all()
 
 
 @pytest.mark.parametrize(
@@ -174,8 +168,7 @@ def test_the_orientation_in_exif_data_does_not_turn_an_image(tmp_path: Path) -> 
     exif[0x0112] = 6  # to be shown turned by 90 degrees
     save(tmp_path / "turned.png", COLOURS, exif=exif)
     assert (
-        np.asarray(data.images(str(tmp_path), target=None, scale=False).arrays["x"])[0]
-        == np.moveaxis(COLOURS, 2, 0)
+        np.asarray(data.images(str(tmp_path), target=None, scale=False).arrays["x"])[0] == np.moveaxis(COLOURS, 2, 0)
     ).all()
 
 
@@ -184,9 +177,7 @@ def test_classes_by_name(folder: Path) -> None:
     found = data.images(str(folder), labels=["wolf", "dog", "cat"])
     assert found.arrays["target"].tolist() == [1, 1, 1]
     assert found.classes == 3
-    with pytest.raises(
-        GraphoptError, match=r"dog: expected a folder of wolf, cat: add it to data.labels, or remove"
-    ):
+    with pytest.raises(GraphoptError, match=r"dog: expected a folder of wolf, cat: add it to data.labels, or remove"):
         data.images(str(folder), labels=["wolf", "cat"])
 
 
@@ -219,9 +210,7 @@ def test_damaged_images_are_errors_of_one_line(tmp_path: Path, kind: str) -> Non
         with contextlib.suppress(GraphoptError), catching(found):
             np.asarray(data.images(str(tmp_path), target=None, size=[4, 4]).arrays["x"])
     assert found
-    assert all(
-        one.startswith((str(path), f"{tmp_path}: expected images")) and "\n" not in one for one in found
-    )
+    assert all(one.startswith((str(path), f"{tmp_path}: expected images")) and "\n" not in one for one in found)
 
 
 @contextlib.contextmanager
@@ -257,9 +246,7 @@ def test_the_command_trains_evaluates_and_predicts(
     common = ["data=images", "data.size=[8,8]", "folder=out", "executor.threads=1"]
     assert cli.main(["model=cnn", "data.path=images", "fit.epochs=2", "fit.validation=null", *common]) == 0
     assert cli.main(["evaluate", "data.path=images", *common]) == 0
-    assert (
-        cli.main(["predict", "data.path=images/dog", "data.target=null", "predictions=p.csv", *common]) == 0
-    )
+    assert cli.main(["predict", "data.path=images/dog", "data.target=null", "predictions=p.csv", *common]) == 0
     rows = (folder.parent / "out" / "p.csv").read_text().splitlines()
     assert len(rows) == 4
     place = rows[0].split(",").index("label")

@@ -127,7 +127,5 @@ def test_wrong_data_and_wrong_information_are_named() -> None:
     unheld = passes.ElasticWeights({"head.bia": np.zeros(5)})
     with pytest.raises(graphopt.GraphoptError, match=r"ElasticWeights: unknown parameter 'head\.bia'"):
         graphopt.compile(file, loss=LOSS, regularizer=unheld)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"ElasticWeights: expected the information of 'head\.bias'"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"ElasticWeights: expected the information of 'head\.bias'"):
         graphopt.compile(file, loss=LOSS, regularizer=held)

@@ -65,25 +65,19 @@ class Rows(CalibrationDataReader):
 def parsed(text: str, arrays: dict[str, np.ndarray]) -> onnx.ModelProto:
     proto = onnx.parser.parse_model(f"{HEADER} {text}")
     read = {name for node in proto.graph.node for name in node.input}
-    proto.graph.initializer.extend(
-        onnx.numpy_helper.from_array(x, name) for name, x in arrays.items() if name in read
-    )
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(x, name) for name, x in arrays.items() if name in read)
     return proto
 
 
 def batch(count: int = 16) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(1)
-    return rng.standard_normal((count, 2, 8, 8)).astype(np.float32), rng.standard_normal((count, 5)).astype(
-        np.float32
-    )
+    return rng.standard_normal((count, 2, 8, 8)).astype(np.float32), rng.standard_normal((count, 5)).astype(np.float32)
 
 
 def qoperators(network: str, folder: Path, **options: Any) -> onnx.ModelProto:
     """Return a network in the QOperator format, as ONNX Runtime writes it."""
     rng = np.random.default_rng(0)
-    arrays = {
-        name: rng.standard_normal(shape).astype(np.float32) / shape[-1] for name, shape in SHAPES.items()
-    }
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) / shape[-1] for name, shape in SHAPES.items()}
     onnx.save(parsed(NETWORKS[network], arrays), folder / "float.onnx")
     given = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, **options}
     given["quant_format"] = QuantFormat.QOperator
@@ -165,9 +159,7 @@ class Interpreter:
                 values[y] = OPERATORS[node.op_type](values[names[0]])
                 continue
             attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-            places = {"QLinearConcat": range(2, len(names), 3)}.get(
-                node.op_type, (0, 3) if len(names) > 5 else (0,)
-            )
+            places = {"QLinearConcat": range(2, len(names), 3)}.get(node.op_type, (0, 3) if len(names) > 5 else (0,))
             result = {"QLinearConcat": 0, "QLinearConv": 6, "QGemm": 7}.get(node.op_type, 3 * len(places))
             operands, scales = [], []
             for place in places:
@@ -191,9 +183,7 @@ class Interpreter:
 
 
 @pytest.mark.parametrize(("network", "options"), CASES)
-def test_files_of_qoperators_train_as_in_pytorch(
-    network: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_files_of_qoperators_train_as_in_pytorch(network: str, options: dict[str, Any], tmp_path: Path) -> None:
     proto = qoperators(network, tmp_path, **options)
     assert sum(node.op_type.startswith("Q") for node in proto.graph.node) > 4
     own, theirs, (x, target) = executor(proto), Interpreter(proto), batch()
@@ -236,9 +226,7 @@ def test_adapters_train_beside_qoperators(network: str, tmp_path: Path) -> None:
     found = outputs(own.trained(), {"x": x}, optimize=False)["y"]
     np.testing.assert_array_equal(found, own.predict(x=x)["y"])
     assert np.any(found != expected)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"'a_w_quantized': QLinearConv rounds .* leave out into"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"'a_w_quantized': QLinearConv rounds .* leave out into"):
         own.trained(into=proto)
 
 
@@ -262,9 +250,7 @@ def test_other_operators_on_integers_compute_what_onnxruntime_does() -> None:
     for chosen in (np.array([True]), np.array([False])):
         feeds = {"x": x, "c": chosen}
         expected = outputs(proto, feeds, optimize=False)["y"]
-        np.testing.assert_allclose(
-            own.predict(feeds)["y"], expected, atol=0.03 * 255 * 2 / 256
-        )  # a step of Softmax
+        np.testing.assert_allclose(own.predict(feeds)["y"], expected, atol=0.03 * 255 * 2 / 256)  # a step of Softmax
     assert set(own.parameters) >= {"v", "b"}
     found = [own.step(x=x, c=np.array([True]), target=target)["loss"] for _ in range(5)]
     assert found[-1] < found[0]
@@ -322,12 +308,8 @@ def test_floats_of_8_bits_are_refused_in_a_line() -> None:
     proto.opset_import[0].version = 21
     proto.ir_version = 10
     numbers = np.random.default_rng(0).standard_normal(20).tolist()
-    proto.graph.initializer.append(
-        onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT8E4M3FN, (4, 5), numbers)
-    )
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^weight 'w': expected integers .*, found float8e4m3fn: freeze"
-    ):
+    proto.graph.initializer.append(onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT8E4M3FN, (4, 5), numbers))
+    with pytest.raises(graphopt.GraphoptError, match=r"^weight 'w': expected integers .*, found float8e4m3fn: freeze"):
         executor(proto)
 
 

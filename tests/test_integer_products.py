@@ -91,18 +91,10 @@ def test_lora_beside_integers_trains_as_in_pytorch(form: str, is_fused: bool, tm
     x = rng.standard_normal((2, ROWS, WIDE)).astype(np.float32)
     target = rng.standard_normal((2, ROWS, OUT)).astype(np.float32)
     executor = adapted(proto)
-    np.testing.assert_allclose(
-        executor.predict(x=x)["y"], outputs(proto, {"x": x})["y"], rtol=1e-5, atol=1e-5
-    )
-    own = {
-        name: torch.tensor(array, requires_grad=True)
-        for name, array in executor.state.items()
-        if "lora" in name
-    }
+    np.testing.assert_allclose(executor.predict(x=x)["y"], outputs(proto, {"x": x})["y"], rtol=1e-5, atol=1e-5)
+    own = {name: torch.tensor(array, requires_grad=True) for name, array in executor.state.items() if "lora" in name}
     assert len(own) == 6
-    bias = torch.tensor(
-        next(onnx.numpy_helper.to_array(t) for t in original.graph.initializer if t.name == "ba")
-    )
+    bias = torch.tensor(next(onnx.numpy_helper.to_array(t) for t in original.graph.initializer if t.name == "ba"))
 
     def product(h: torch.Tensor, name: str) -> torch.Tensor:
         a, b = (own[f"{name}_quantized.lora_{part}"] for part in "AB")
@@ -137,9 +129,7 @@ def test_the_integers_train_by_masters_as_in_pytorch(form: str, is_fused: bool, 
     own["ba"] = torch.tensor(weights(original)["ba"], requires_grad=True)
 
     def span(w: torch.Tensor, is_signed: bool, each: bool) -> torch.Tensor:
-        most, least = (
-            x.values if each else x for x in ((w.max(0), w.min(0)) if each else (w.max(), w.min()))
-        )
+        most, least = (x.values if each else x for x in ((w.max(0), w.min(0)) if each else (w.max(), w.min())))
         if is_signed:
             return torch.maximum(most, -least)
         return most.clamp(min=0) - least.clamp(max=0)
@@ -195,9 +185,7 @@ def test_integers_take_slots_and_no_merge(is_fused: bool, tmp_path: Path) -> Non
     for _ in range(3):
         executor.step(x=x, target=target)
     expected = executor.predict(x=x)["y"]
-    np.testing.assert_allclose(
-        outputs(executor.trained(into=proto), {"x": x})["y"], expected, rtol=1e-4, atol=1e-4
-    )
+    np.testing.assert_allclose(outputs(executor.trained(into=proto), {"x": x})["y"], expected, rtol=1e-4, atol=1e-4)
     file = executor.trained(into=proto, adapters="slots")
     np.testing.assert_array_equal(outputs(file, {"x": x})["y"], outputs(proto, {"x": x})["y"])
     graphopt.save_adapter(executor, tmp_path / "a.onnx_adapter")
@@ -254,7 +242,5 @@ def test_an_adapter_trains_beside_a_convolution_of_integers(tmp_path: Path) -> N
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     losses = [executor.step(x=x[0], target=target)["loss"] for _ in range(4)]
     assert losses[3] < losses[0]
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected a node that reads it as a convolution, found none"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected a node that reads it as a convolution, found none"):
         executor.trained(into=proto, adapters="slots")

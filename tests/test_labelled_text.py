@@ -69,9 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "reviews.tsv").write_text("text\tlabel\n" + "".join(f"{x}\t{y}\n" for x, y in reviews))
     lines = [json.dumps({"text": x, "label": y}) for x, y in reviews]
     (place / "reviews.jsonl").write_text("\n".join(lines))
-    (place / "stars.csv").write_text(
-        "review,stars\n" + "".join(f"{x},{5 if y == 'good' else 1}\n" for x, y in reviews)
-    )
+    (place / "stars.csv").write_text("review,stars\n" + "".join(f"{x},{5 if y == 'good' else 1}\n" for x, y in reviews))
     return place
 
 
@@ -175,9 +173,7 @@ def test_rows_of_several_lengths_need_a_pad_token(folder: Path, tmp_path: Path) 
     with pytest.raises(graphopt.GraphoptError, match="expected a pad token for rows of several lengths"):
         data.labelled_text(str(folder / "reviews.csv"), tokenizer=str(tmp_path))
     (tmp_path / "config.json").write_text('{"pad_token_id": 3}')
-    found = data.labelled_text(
-        str(folder / "reviews.csv"), tokenizer=str(tmp_path), context=9, pad_to="context"
-    )
+    found = data.labelled_text(str(folder / "reviews.csv"), tokenizer=str(tmp_path), context=9, pad_to="context")
     padding = np.asarray(found.arrays["input_ids"])[~np.asarray(found.arrays["attention_mask"])]
     assert found.arrays["input_ids"].shape == (80, 9) and set(padding) == {3}
 

@@ -134,9 +134,7 @@ def test_a_file_that_changes_beneath_its_weights_is_an_error(mapped):
     weights.write_bytes(content[:-4] + b"aaaa")
     os.utime(weights, ns=(1, 1))
     for call in (again.step, again.predict, again.evaluate):
-        with pytest.raises(
-            graphopt.GraphoptError, match="found a file that has changed since: load the model again"
-        ):
+        with pytest.raises(graphopt.GraphoptError, match="found a file that has changed since: load the model again"):
             call(FEEDS)
     executor.step(FEEDS)
 
@@ -165,9 +163,7 @@ def test_a_trained_file_is_the_same_however_it_is_written(mapped, tmp_path, monk
             executor.save_trained(tmp_path / "streamed" / "m.onnx", **options)
         for name in ("m.onnx", "m.onnx.data"):
             assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "usual" / name).read_bytes()
-        found = [
-            graphopt.run(tmp_path / name, {"x": FEEDS["x"]})["out"] for name in ("one.onnx", "usual/m.onnx")
-        ]
+        found = [graphopt.run(tmp_path / name, {"x": FEEDS["x"]})["out"] for name in ("one.onnx", "usual/m.onnx")]
         np.testing.assert_array_equal(*found)
 
 
@@ -195,9 +191,7 @@ def test_a_trained_file_is_not_written_from_weights_that_have_changed(mapped, tm
     for call in (executor.trained, lambda: executor.save_trained(tmp_path / "trained.onnx")):
         with pytest.raises(graphopt.GraphoptError, match="found a file that has changed since"):
             call()
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"save_trained: into: expected the model that gets slots"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"save_trained: into: expected the model that gets slots"):
         executor.save_trained(tmp_path / "trained.onnx", adapters="slots")
     assert not (tmp_path / "trained.onnx").exists()
 
@@ -261,9 +255,7 @@ def test_a_file_that_is_cut_beneath_its_weights_is_an_error(mapped):
     """Reading memory beyond the end of a mapped file would end the process."""
     model = graphopt.load(mapped)
     os.truncate(mapped.with_name("w"), 0)
-    read = [
-        x.const_value for x in model.graph.initializers.values() if isinstance(x.const_value, MappedTensor)
-    ]
+    read = [x.const_value for x in model.graph.initializers.values() if isinstance(x.const_value, MappedTensor)]
     assert read
     for tensor in read:
         for call in (tensor.numpy, tensor.tobytes, lambda tensor=tensor: np.asarray(tensor)):
@@ -307,17 +299,13 @@ def test_executors_with_little_memory_share_it(mapped):
         assert executors[0].evaluate(FEEDS)["loss"] == executors[1].evaluate(FEEDS)["loss"]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"native": False}, {"verify": True}, {"verify": False}], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize("options", [{}, {"native": False}, {"verify": True}, {"verify": False}], ids=lambda x: str(x))
 def test_without_kernels_the_plain_step_of_a_large_model_runs(mapped, monkeypatch, options):
     for name in ("GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(forms, "lower_to_kernels", lambda *args, **options: None)
     lowered = []
-    monkeypatch.setattr(
-        ONNXRUNTIME.__class__, "lower", lambda self, model: lowered.append(model) or model.clone()
-    )
+    monkeypatch.setattr(ONNXRUNTIME.__class__, "lower", lambda self, model: lowered.append(model) or model.clone())
     graphopt.Executor(compiled(mapped), frozen="low", **options).step(FEEDS)
     assert bool(lowered) == bool(options)
 
@@ -325,9 +313,7 @@ def test_without_kernels_the_plain_step_of_a_large_model_runs(mapped, monkeypatc
 def test_a_report_says_where_large_frozen_weights_lie(monkeypatch):
     proto = mlp((512, 512, 3))
     pipeline = graphopt.standard(parameters=passes.Parameters(freeze="fc0.weight"), **STEPS)
-    assert (
-        "frozen     1.05 MB of weights: packed by each session" in report(proto, pipeline, batch=4).summary()
-    )
+    assert "frozen     1.05 MB of weights: packed by each session" in report(proto, pipeline, batch=4).summary()
 
 
 def test_rows_of_a_tied_embedding_need_no_transposed_copy():
@@ -423,9 +409,7 @@ def test_memory_of_a_large_model_is_that_of_its_file(tmp_path, gigabytes):
     row = rng.standard_normal((width, width)).astype(np.float32) / np.float32(np.sqrt(width))
     with (tmp_path / "w").open("wb") as file:
         for i in range(count):
-            tensor = onnx.TensorProto(
-                name=f"layers.{i}.weight", data_type=1, dims=(width, width), data_location=1
-            )
+            tensor = onnx.TensorProto(name=f"layers.{i}.weight", data_type=1, dims=(width, width), data_location=1)
             for key, value in {"location": "w", "offset": file.tell(), "length": row.nbytes}.items():
                 tensor.external_data.add(key=key, value=str(value))
             np.roll(row, i).tofile(file)

@@ -98,9 +98,7 @@ GRAPHS = {
     ),
     "normalized_stages": lambda: (
         graphopt.split_step(
-            graphopt.standard(
-                loss=passes.MeanSquaredError(), training=passes.TrainingMode(), optimizer=passes.SGD()
-            ),
+            graphopt.standard(loss=passes.MeanSquaredError(), training=passes.TrainingMode(), optimizer=passes.SGD()),
             model(
                 """g (float[N,3] x) => (float[N,2] y) {
                 h = MatMul(x, v)
@@ -128,9 +126,7 @@ def test_listing(name):
 
 
 def test_a_listing_is_the_same_every_time():
-    assert graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]()) == graphopt.listing(
-        GRAPHS["mlp_adamw_clip_cosine"]()
-    )
+    assert graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]()) == graphopt.listing(GRAPHS["mlp_adamw_clip_cosine"]())
 
 
 # Backward nodes a forward node, loss included, before fusion. A linear layer with an activation has 2 and needs 5 in

@@ -164,9 +164,7 @@ def test_everything_but_a_step_has_the_weights_of_the_last_synchronisation(tmp_p
         np.testing.assert_array_equal(executor.state[name], array)
         assert not np.array_equal(array, plain.parameters[name])
     np.testing.assert_array_equal(weights(executor.trained())["w"], known["w"])
-    executor.update_state(
-        {name: array + 1 for name, array in known.items()}
-    )  # as a callback that averages weights
+    executor.update_state({name: array + 1 for name, array in known.items()})  # as a callback that averages weights
     executor.update_state(known)
     executor.step(batch(5))
     plain.step(batch(5))
@@ -189,9 +187,7 @@ def test_the_outer_momentum_is_saved(tmp_path: Path) -> None:
         first.step(batch(i))
         second.step(batch(i))
     assert_equal(second.state, first.state)
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected the state of this training graph, found another's"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected the state of this training graph, found another's"):
         graphopt.Executor(compiled()).load(tmp_path / "state")
 
 
@@ -467,9 +463,7 @@ else:
                  checkpoint=checkpoint, resume=job == "resumes")
     say(at=executor.batches, weights=digest(executor))
 """
-MPIEXEC = shutil.which(
-    "mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-)
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 PROCESSES = pytest.mark.skipif(MPIEXEC is None, reason="expected mpiexec, of the extra mpi")
 
 

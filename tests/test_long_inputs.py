@@ -153,9 +153,7 @@ def exported(net: nn.Module, x: torch.Tensor, dynamo: bool, optimize: bool) -> o
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("form", ["TorchScript", "optimized", "not optimized"])
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(
-    "native", [False, pytest.param(True, marks=NEEDS_COMPILER)], ids=["plain", "kernels"]
-)
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=NEEDS_COMPILER)], ids=["plain", "kernels"])
 def test_gradients_at_any_length_are_pytorchs(native, name, form):
     if (name, form) in FIXED_BY_PYTORCH:
         pytest.skip("PyTorch's exporter fixes the length")
@@ -166,9 +164,7 @@ def test_gradients_at_any_length_are_pytorchs(native, name, form):
         parameter.data.mul_(2)
     example = torch.randn(2, CHANNELS, 400)
     proto = exported(net, example, form != "TorchScript", form == "optimized")
-    step = graphopt.compile(
-        proto, loss=passes.CrossEntropy(), clip=passes.ReportGradients(), optimizer=passes.SGD(0.0)
-    )
+    step = graphopt.compile(proto, loss=passes.CrossEntropy(), clip=passes.ReportGradients(), optimizer=passes.SGD(0.0))
     executor = graphopt.Executor(step, native=native)
     rng = np.random.default_rng(0)
     for length in (n for n in LENGTHS if n >= least):

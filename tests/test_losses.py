@@ -148,9 +148,7 @@ def test_sample_weights_weigh_rows(loss, target, reduction):
     step = of(loss(sample_weight=True, reduction=reduction), P.shape)
     weighted = run(step, 1, {"x": P, "target": target, "sample_weight": weights})[0]["loss"]
     plain = of(loss(reduction=reduction), P.shape)
-    rows = [
-        float(run(plain, 1, {"x": P[i : i + 1], "target": target[i : i + 1]})[0]["loss"]) for i in range(6)
-    ]
+    rows = [float(run(plain, 1, {"x": P[i : i + 1], "target": target[i : i + 1]})[0]["loss"]) for i in range(6)]
     divisor = weights.sum() if reduction == "mean" else 1
     np.testing.assert_allclose(weighted, (weights * rows).sum() / divisor, rtol=1e-12)
 
@@ -178,9 +176,7 @@ def test_sample_weights_weigh_rows(loss, target, reduction):
 )
 def test_the_data_alone_may_tell_how_many_classes_there_are(loss, labels, twin):
     graph = identity("N,positions", "double")
-    step = graphopt.compile(
-        graph, parameters=passes.Parameters(pattern="w"), loss=loss, optimizer=passes.SGD(1.0)
-    )
+    step = graphopt.compile(graph, parameters=passes.Parameters(pattern="w"), loss=loss, optimizer=passes.SGD(1.0))
     found = graphopt.Executor(step)
     before = found.parameters["w"]
     outputs = found.step(x=P, target=labels)
@@ -222,9 +218,7 @@ def test_question_answering_trains_as_in_pytorch(exporter):
         torch.onnx.export(network, (tokens,), buffer, dynamo=False, dynamic_axes=dims, **given)
         proto = onnx.load_from_string(buffer.getvalue())
     heads = dict.fromkeys(["start", "end"], passes.CrossEntropy(ignore_index=-1))
-    executor = graphopt.Executor(
-        graphopt.compile(proto, loss=passes.Losses(heads), optimizer=passes.SGD(0.5))
-    )
+    executor = graphopt.Executor(graphopt.compile(proto, loss=passes.Losses(heads), optimizer=passes.SGD(0.5)))
     optimizer = torch.optim.SGD(network.parameters(), 0.5)
     for rows, positions in [(4, 7), (3, 9), (4, 7), (5, 2)] * 3:
         tokens = torch.randint(0, 13, (rows, positions))
@@ -243,15 +237,11 @@ def test_question_answering_trains_as_in_pytorch(exporter):
 
 
 def test_the_gradient_at_zero_logits_is_exact():
-    outputs = run(
-        of(passes.BinaryCrossEntropy(), (2, 1)), 1, {"x": np.zeros((2, 1)), "target": np.zeros((2, 1))}
-    )[0]
+    outputs = run(of(passes.BinaryCrossEntropy(), (2, 1)), 1, {"x": np.zeros((2, 1)), "target": np.zeros((2, 1))})[0]
     np.testing.assert_allclose(outputs["w.next"], [-0.5])
 
 
-@pytest.mark.parametrize(
-    ("activation", "loss"), [("Softmax", "CrossEntropy"), ("Sigmoid", "BinaryCrossEntropy")]
-)
+@pytest.mark.parametrize(("activation", "loss"), [("Softmax", "CrossEntropy"), ("Sigmoid", "BinaryCrossEntropy")])
 def test_probabilities_are_compared_by_their_logits_where_those_are_in_the_graph(activation, loss):
     proto = model(
         f"g (double[N,3] x) => (double[N,3] y) {{ z = Add(x, w)\n y = {activation}(z) }}",
@@ -339,9 +329,7 @@ def test_a_loss_of_pairs_names_its_outputs_and_targets():
 
 
 def test_a_loss_may_have_no_target():
-    step = graphopt.compile(
-        linear(4, 3), loss=passes.CustomLoss(sharpness, targets={}), optimizer=passes.SGD(0.5)
-    )
+    step = graphopt.compile(linear(4, 3), loss=passes.CustomLoss(sharpness, targets={}), optimizer=passes.SGD(0.5))
     executor = graphopt.Executor(step)
     losses = [executor.step(x=P.astype(np.float32))["loss"] for _ in range(9)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
@@ -394,9 +382,7 @@ def test_a_target_tells_its_metric():
 
 
 def test_a_batch_in_which_no_row_counts_changes_nothing():
-    step = graphopt.compile(
-        linear(), loss=passes.MeanSquaredError(sample_weight=True), optimizer=passes.SGD(0.1)
-    )
+    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(sample_weight=True), optimizer=passes.SGD(0.1))
     executor = graphopt.Executor(step)
     before = executor.parameters
     x = np.ones((4, 3), np.float32)

@@ -77,9 +77,7 @@ def test_a_lowering_computes_what_the_runtime_does(name):
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.runs])
 def test_a_lowering_has_the_gradient_of_what_it_computes(name):
     if name in ("simplified", "binarizer") or "integers" in name or name in PACKED_EXPERTS:
-        pytest.skip(
-            "without a gradient, known to the checker under another name, or proved by autograd below"
-        )
+        pytest.skip("without a gradient, known to the checker under another name, or proved by autograd below")
     case = ALL[name]
     case.runs &= not (OLD and name in NEWER)
     point = {k: x for k, x in case.feeds.items() if k not in case.fixed_inputs}
@@ -169,9 +167,7 @@ REFUSED = {
     "axis=1 is not covered: expected the last axis": Case("BiasSoftmax", {"x": X, "b": X}, {"axis": 1}),
     "of 4 axes is not covered": attention(np.ones((B, 1, 6, 6), np.int32)),
     "expected query, key and value": multi_head(Q, None, None),
-    "post_transform='PROBIT'": classical(
-        "LinearRegressor", F, coefficients=ROWS, targets=3, post_transform="PROBIT"
-    ),
+    "post_transform='PROBIT'": classical("LinearRegressor", F, coefficients=ROWS, targets=3, post_transform="PROBIT"),
     "post_transform='LOGISTIC' of one target": classical(
         "LinearRegressor", F, coefficients=ROW, post_transform="LOGISTIC"
     ),
@@ -212,9 +208,7 @@ def test_what_a_lowering_does_not_cover_is_refused(message):
     case.runs = False
     case.outputs = ("label", "y") if case.op_type == "LinearClassifier" else ("y",)
     node = case.model()
-    with pytest.raises(
-        graphopt.GraphoptError, match=f"cannot lower .*{case.op_type} node 'case': "
-    ) as raised:
+    with pytest.raises(graphopt.GraphoptError, match=f"cannot lower .*{case.op_type} node 'case': ") as raised:
         lowered(node)
     assert message in str(raised.value) and "\n" not in str(raised.value)
 

@@ -41,9 +41,7 @@ def group_query_of_torch(case: Case, x: dict[str, torch.Tensor]) -> dict[str, to
     if "q_norm" in x:
         shared = case.attributes.get("qk_norm_epsilon", 1e-6)
         q, k = (
-            t
-            * (t.square().mean(-1, keepdim=True) + case.attributes.get(f"{name}_epsilon", shared)).rsqrt()
-            * x[name]
+            t * (t.square().mean(-1, keepdim=True) + case.attributes.get(f"{name}_epsilon", shared)).rsqrt() * x[name]
             for t, name in ((q, "q_norm"), (k, "k_norm"))
         )
     count = q.shape[2]
@@ -83,9 +81,7 @@ def test_group_query_attention_has_the_gradient_of_autograd(name):
     proto = case.model()
     for output in proto.graph.output:
         output.type.tensor_type.ClearField("shape")
-        output.type.tensor_type.shape.dim.extend(
-            [onnx.TensorShapeProto.Dimension()] * (3 if output.name == "y" else 4)
-        )
+        output.type.tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension()] * (3 if output.name == "y" else 4))
     if "counts" in case.feeds:  # and so are the results
         rows = (np.arange(S) < case.feeds["counts"][:, None]).astype(np.float32)[..., None]
         proto.graph.node[0].output[0] = "unspecified"

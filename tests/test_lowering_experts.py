@@ -31,11 +31,7 @@ def dequantized_of_torch(case: Case, i: int) -> torch.Tensor:
         parts = [packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)]
         return np.stack(parts, -1).reshape(*packed.shape[:-1], -1).astype(np.float64)
 
-    zero = (
-        numbers(zeros)[..., : scales.shape[-1]]
-        if zeros is not None
-        else np.full(scales.shape, 2.0 ** (bits - 1))
-    )
+    zero = numbers(zeros)[..., : scales.shape[-1]] if zeros is not None else np.full(scales.shape, 2.0 ** (bits - 1))
     w = numbers(q)
     repeats = block or w.shape[-1]
     columns = (x if block else x[..., None] for x in (zero, scales))

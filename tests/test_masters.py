@@ -78,9 +78,7 @@ def test_weights_of_16_bits_train_as_pytorchs_with_float32_masters(kind, optimiz
     numpy_type, torch_type = NARROW[kind]
     proto = narrow(numpy_type)
     ours, theirs = OPTIMIZERS[optimizer]
-    executor = graphopt.Executor(
-        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=ours), threads=1
-    )
+    executor = graphopt.Executor(graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=ours), threads=1)
     start = {name: x.astype(np.float32) for name, x in initializers(proto).items()}
     masters = {name: torch.tensor(x, requires_grad=True) for name, x in start.items()}
     updates = theirs(list(masters.values()))
@@ -116,9 +114,7 @@ def test_weights_of_16_bits_train_as_pytorchs_with_float32_masters(kind, optimiz
     ids=lambda steps: "+".join(steps),
 )
 def test_masters_resume_bit_for_bit_with_other_passes(steps, tmp_path):
-    step = graphopt.compile(
-        narrow(np.float16), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(1e-3), **steps
-    )
+    step = graphopt.compile(narrow(np.float16), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(1e-3), **steps)
     one, other = graphopt.Executor(step, threads=1), graphopt.Executor(step, threads=1)
     for _ in range(3):
         one.step(x=X, target=T)
@@ -136,9 +132,7 @@ def test_masters_resume_bit_for_bit_with_other_passes(steps, tmp_path):
     assert {x.dtype for x in initializers(one.trained()).values()} == {np.dtype(np.float16)}
 
 
-@pytest.mark.parametrize(
-    "optimizer", [passes.SGD(0.1, momentum=0.9), passes.AdamW(0.1)], ids=["SGD", "AdamW"]
-)
+@pytest.mark.parametrize("optimizer", [passes.SGD(0.1, momentum=0.9), passes.AdamW(0.1)], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("code", [onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE])
 def test_vectors_of_several_types_train_together(code, optimizer):
     proto = model(
@@ -161,9 +155,7 @@ def test_vectors_of_several_types_train_together(code, optimizer):
 
 
 def test_files_for_hosts_predict_with_masters(tmp_path):
-    step = graphopt.compile(
-        mlp((6, 5, 3), dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
-    )
+    step = graphopt.compile(mlp((6, 5, 3), dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     graphopt.export_hosts(step, tmp_path)
     expected = graphopt.Executor(step).predict(x=X.astype(np.float16))["y"]
     (found,) = graphopt.run(str(tmp_path / "inference.onnx"), {"x": X.astype(np.float16)}).values()
@@ -233,9 +225,7 @@ def test_integer_weights_train_and_return_as_integers(kind, scales, zero):
     assert losses[-1] < losses[0]
     trained = executor.trained()
     onnx.checker.check_model(trained, full_check=True)
-    assert sorted(node.op_type for node in trained.graph.node) == sorted(
-        node.op_type for node in proto.graph.node
-    )
+    assert sorted(node.op_type for node in trained.graph.node) == sorted(node.op_type for node in proto.graph.node)
     np.testing.assert_array_equal(as_written(trained), executor.predict(x=X)["y"])
     for name in ("xs", "xz", "ws", "bs"):
         np.testing.assert_array_equal(initializers(trained)[name], initializers(proto)[name])
@@ -268,9 +258,7 @@ def test_weights_of_blocks_train_and_return_as_the_file_has_them(symmetric, form
     assert (scales < 0).any() == symmetric
     parameters = passes.Parameters(unfreeze="*_Q4")
     executor = graphopt.Executor(
-        graphopt.compile(
-            proto, parameters=parameters, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
-        ),
+        graphopt.compile(proto, parameters=parameters, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)),
         threads=1,
     )
     x = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
@@ -291,9 +279,7 @@ def test_weights_of_blocks_train_and_return_as_the_file_has_them(symmetric, form
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_weights_of_blocks_do_not_train_with_their_scales(symmetric):
-    with pytest.raises(
-        graphopt.GraphoptError, match="quantized weights or their scales to train, found both"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="quantized weights or their scales to train, found both"):
         graphopt.compile(
             matmul_n_bits(symmetric=symmetric, form="QOperator"),
             parameters=passes.Parameters(unfreeze="*"),
@@ -382,9 +368,7 @@ def test_a_quantized_convolution_before_a_pool_opens_and_learns():
     x, t = rng.standard_normal((12, 1, 8, 8)).astype(np.float32), rng.integers(0, 3, 12)
     losses = [executor.step(x=x, target=t)["loss"] for _ in range(20)]
     assert losses[-1] < losses[0]
-    np.testing.assert_allclose(
-        as_written(executor.trained(), x), executor.predict(x=x)["y"], rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(as_written(executor.trained(), x), executor.predict(x=x)["y"], rtol=1e-4, atol=1e-5)
 
 
 WHOLE = {  # as torchao's Int8WeightOnlyConfig is exported, and with the scale on the weight itself

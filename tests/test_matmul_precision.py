@@ -98,9 +98,7 @@ def test_without_kernels_a_warning_says_so(allowed) -> None:
     step = graphopt.compile(
         network(np.random.default_rng(5)), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
     )
-    with pytest.warns(
-        UserWarning, match="expected kernels on the CPU, or CUDA, found neither; products run as"
-    ):
+    with pytest.warns(UserWarning, match="expected kernels on the CPU, or CUDA, found neither; products run as"):
         graphopt.Executor(step, native=False, matmul_precision=allowed)
 
 
@@ -161,9 +159,7 @@ def test_without_instructions_the_highest_precision_runs_and_says_so(monkeypatch
     feeds = {"x": np.ones((20, 70), np.float32), "target": np.zeros((20, 33), np.float32)}
     expected = graphopt.Executor(step, native=True)
     expected.step(feeds)
-    with pytest.warns(
-        UserWarning, match="matmul_precision: expected a processor with AMX, found one without"
-    ):
+    with pytest.warns(UserWarning, match="matmul_precision: expected a processor with AMX, found one without"):
         executor = graphopt.Executor(step, native=True, matmul_precision="high")
     executor.step(feeds)
     for name, value in expected.state.items():
@@ -198,8 +194,7 @@ def test_the_environment_sets_the_default(allowed, monkeypatch) -> None:
         g (float[64, 64] a, float[64, 64] w) => (float[64, 64] y) { y = MatMul(a, w) }"""
     )
     one, other, highest = (
-        lowered_session(proto, 1, chosen).compute_arrays({"a": a, "w": w})["y"]
-        for chosen in (None, allowed, "highest")
+        lowered_session(proto, 1, chosen).compute_arrays({"a": a, "w": w})["y"] for chosen in (None, allowed, "highest")
     )
     np.testing.assert_array_equal(one, other)
     assert not np.array_equal(one, highest)
@@ -229,9 +224,7 @@ def test_on_cuda_it_sets_tf32(monkeypatch) -> None:
 
 def lowered_session(proto, threads, chosen):
     """Return a session of a graph whose nodes kernels compute in a precision."""
-    found = lower_to_kernels(
-        load(onnx.shape_inference.infer_shapes(proto)), threads=threads, precision=chosen
-    )
+    found = lower_to_kernels(load(onnx.shape_inference.infer_shapes(proto)), threads=threads, precision=chosen)
     return Session(Device("cpu", threads=threads, native=False), found.model, library=found.library)
 
 
@@ -286,9 +279,7 @@ def test_recurrent_layers_and_attention_on_any_threads(allowed, layer, monkeypat
         "target": rng.standard_normal((70, hidden)).astype(np.float32),
     }
     plain = graphopt.Executor(step, native=False)
-    executors = [
-        graphopt.Executor(step, native=True, threads=threads, matmul_precision=allowed) for threads in (1, 2)
-    ]
+    executors = [graphopt.Executor(step, native=True, threads=threads, matmul_precision=allowed) for threads in (1, 2)]
     before = plain.state
     for executor in (plain, *executors):
         executor.step(feeds)

@@ -67,9 +67,7 @@ def test_sizes_have_a_unit(text, size):
     "text", ["2  GB", "2 gb", "2 G", "-1 GB", "0 MB", "1e3 GB", " 2 GB", "2 GB\n", "٢ GB", "9" * 40 + " GB"]
 )
 def test_other_sizes_are_refused_before_a_step(text):
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^memory: expected a positive number with a unit, [^\n]*$"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"^memory: expected a positive number with a unit, [^\n]*$"):
         graphopt.Executor(compiled(), memory=text)
 
 
@@ -144,9 +142,7 @@ TEXT = "g (int64[N,S] x) => (float[N,S,7] y) { e = Gather(table, x) y = MatMul(e
 def language_model():
     proto = model(TEXT, table=RNG.standard_normal((300, 6)), m=RNG.standard_normal((6, 7)))
     return graphopt.load(
-        graphopt.compile(
-            proto, loss=passes.CrossEntropy(axis=-1, ignore_index=-100), optimizer=passes.SGD(0.1)
-        )
+        graphopt.compile(proto, loss=passes.CrossEntropy(axis=-1, ignore_index=-100), optimizer=passes.SGD(0.1))
     )
 
 
@@ -258,8 +254,7 @@ def test_a_form_is_compared_on_some_tokens_where_memory_is_low(monkeypatch):
     monkeypatch.setattr(translation.Translation, "_run", compared)
     step, batch = language_model(), batch_of(2, 200)
     found, expected = (
-        graphopt.Executor(step, frozen="low", native=False, threads=1, verify=verify)
-        for verify in (True, False)
+        graphopt.Executor(step, frozen="low", native=False, threads=1, verify=verify) for verify in (True, False)
     )
     for _ in range(2):
         assert found.step(batch)["loss"] == pytest.approx(expected.step(batch)["loss"], rel=1e-6)

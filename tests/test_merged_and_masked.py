@@ -111,17 +111,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
 }  # fmt: skip
 
 
-def trained(
-    model: Any, module: nn.Module, shape: tuple[int, ...], optimizer: str
-) -> tuple[Any, list[str], Any, Any]:
+def trained(model: Any, module: nn.Module, shape: tuple[int, ...], optimizer: str) -> tuple[Any, list[str], Any, Any]:
     """Train ten steps on both sides; return the executor, what was warned about, and both losses."""
     x = torch.randn(shape)
     target = torch.randn(module(x).shape)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = graphopt.compile(
-            model, loss=passes.MeanSquaredError(), optimizer=getattr(passes, optimizer)(0.05)
-        )
+        step = graphopt.compile(model, loss=passes.MeanSquaredError(), optimizer=getattr(passes, optimizer)(0.05))
     executor = graphopt.Executor(step, native=False)
     theirs = getattr(torch.optim, optimizer)(module.parameters(), 0.05)
     here, there = [], []
@@ -155,9 +151,7 @@ def test_biases_that_are_joined_and_dropped_are_left_out() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Joined(), Joined(), nn.Linear(4, 3)).eval()
     program = torch.onnx.export(module, (torch.randn(5, 4),), dynamo=True, verbose=False, input_names=["x"])
-    with pytest.warns(
-        UserWarning, match=r"left out 4 parameters, .* '0.q_bias', '0.v_bias', '1.q_bias', '1.v_bias'"
-    ):
+    with pytest.warns(UserWarning, match=r"left out 4 parameters, .* '0.q_bias', '0.v_bias', '1.q_bias', '1.v_bias'"):
         graphopt.compile(program.model_proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
 
 
@@ -183,9 +177,7 @@ def pruned_file(zeros: np.ndarray) -> onnx.ModelProto:
         helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Tanh", ["h"], ["t"]),
         helper.make_node("MatMul", ["t", "v"], ["y"]),
     ]  # fmt: skip
-    values = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", n]) for name, n in (("x", 8), ("y", 4))
-    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", n]) for name, n in (("x", 8), ("y", 4))]
     tensors = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()]
     graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

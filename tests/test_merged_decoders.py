@@ -31,10 +31,7 @@ def branch(prefix: str, cached: bool, crossed: bool) -> str:
         f"{p}x = Gather(words, input_ids)",
         *(f"{p}{y}1 = MatMul({p}x, w{y}) " + SPLIT.format(x=f"{p}{y}1", y=f"{p}{y}n") for y in "qkv"),
         f"{p}q = Identity({p}qn)",
-        *(
-            f"{p}{y} = " + (f"Concat<axis = 2>(past_{y}, {p}{y}n)" if cached else f"Identity({p}{y}n)")
-            for y in names
-        ),
+        *(f"{p}{y} = " + (f"Concat<axis = 2>(past_{y}, {p}{y}n)" if cached else f"Identity({p}{y}n)") for y in names),
         MASK.format(p=p),
         ATTENDED.format(y=f"{p}h", q=f"{p}q", k=f"{p}k", v=f"{p}v", w="wo", masked=f"Add({p}hs, mask{p})"),
     ]
@@ -77,14 +74,10 @@ def decoder(crossed: bool, opset: int) -> onnx.ModelProto:
     return proto
 
 
-def run(
-    proto: onnx.ModelProto, feeds: dict[str, np.ndarray], past: dict[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray], past: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Run the branch with a cache if there is a past, and otherwise the other one, whose past is empty."""
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    empty = {
-        x.name: np.zeros((B, 2, 0, 8), np.float32) for x in session.get_inputs() if x.name.startswith("past")
-    }
+    empty = {x.name: np.zeros((B, 2, 0, 8), np.float32) for x in session.get_inputs() if x.name.startswith("past")}
     fed = {**feeds, **empty, **past, "use_cache_branch": np.array([bool(past)])}
     names = [y.name for y in session.get_outputs()]
     return dict(zip(names, session.run(names, fed), strict=True))

@@ -40,9 +40,7 @@ def measured(spec: TargetSpec, wanted: Any, prediction: np.ndarray, target: np.n
     return value
 
 
-def classified(
-    seed: int, classes: int = 6, absent: tuple[int, ...] = (2, 4)
-) -> tuple[np.ndarray, np.ndarray]:
+def classified(seed: int, classes: int = 6, absent: tuple[int, ...] = (2, 4)) -> tuple[np.ndarray, np.ndarray]:
     """Return logits with many ties, and targets in which some classes are missing."""
     random = np.random.default_rng(seed)
     logits = random.integers(-2, 3, (ROWS, classes)).astype(np.float32) / 2
@@ -58,9 +56,7 @@ def calibration_error(p: np.ndarray, target: np.ndarray, bins: int) -> float:
     """Sum over the bins (low, high] of the largest probability, as Guo et al. 2017 do."""
     confidence, right = p.max(1), p.argmax(1) == target
     inside = [(confidence > i / bins) & (confidence <= (i + 1) / bins) for i in range(bins)]
-    return sum(
-        abs(right[rows].mean() - confidence[rows].mean()) * rows.mean() for rows in inside if rows.any()
-    )
+    return sum(abs(right[rows].mean() - confidence[rows].mean()) * rows.mean() for rows in inside if rows.any())
 
 
 OF_CLASSES: list[tuple[Any, Callable[[np.ndarray, np.ndarray], float]]] = [
@@ -90,9 +86,7 @@ OF_CLASSES: list[tuple[Any, Callable[[np.ndarray, np.ndarray], float]]] = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("wanted", "oracle"), OF_CLASSES, ids=lambda one: str(one) if not callable(one) else ""
-)
+@pytest.mark.parametrize(("wanted", "oracle"), OF_CLASSES, ids=lambda one: str(one) if not callable(one) else "")
 def test_metrics_of_classes(wanted: Any, oracle: Callable[..., float], seed: int) -> None:
     logits, target = classified(seed)
     with warnings.catch_warnings():
@@ -154,9 +148,7 @@ def test_metrics_of_numbers(name: str, score: Callable[..., float], columns: int
 
 def test_every_metric_has_an_oracle() -> None:
     text = Path(__file__).read_text()
-    assert not [
-        name for name in METRICS if f'"{name}"' not in text
-    ]  # "mean_width": tests/test_calibration.py
+    assert not [name for name in METRICS if f'"{name}"' not in text]  # "mean_width": tests/test_calibration.py
 
 
 def test_ignored_elements_and_positions_of_sequences() -> None:
@@ -214,9 +206,7 @@ def test_a_function_of_one_s_own() -> None:
     expected = sk.matthews_corrcoef(target, logits.argmax(1))
     assert measured(CLASSES, matthews, logits, target) == pytest.approx(expected)
     numbers = np.random.default_rng(0).standard_normal((2, ROWS, 2))
-    assert measured(NUMBERS, sk.median_absolute_error, *numbers) == (
-        sk.median_absolute_error(numbers[1], numbers[0])
-    )
+    assert measured(NUMBERS, sk.median_absolute_error, *numbers) == (sk.median_absolute_error(numbers[1], numbers[0]))
 
 
 @pytest.mark.whole
@@ -248,9 +238,7 @@ def test_fit_and_evaluate_compute_metrics_of_held_out_rows() -> None:
     def loss(target: np.ndarray, predicted: np.ndarray) -> float:
         return 0.0
 
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected a name that records do not have, found 'loss'"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected a name that records do not have, found 'loss'"):
         graphopt.evaluate(executor, held_out, metrics=[loss])
 
 
@@ -273,9 +261,7 @@ def test_each_target_has_the_metrics_of_its_task() -> None:
 def test_metrics_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    Path("package_of_mine.py").write_text(
-        "def share(target, predicted):\n    return (predicted == 0).mean()\n"
-    )
+    Path("package_of_mine.py").write_text("def share(target, predicted):\n    return (predicted == 0).mean()\n")
     run = ["model=linear", "fit.epochs=1", "executor.threads=1"]
     chosen = "fit.metrics=[balanced_accuracy,{top_k:{k:3}},confusion_matrix,package_of_mine.share]"
     assert cli.main([*run, "folder=out", chosen, "trust=[package_of_mine]"]) == 0

@@ -66,14 +66,10 @@ def test_inverse_scaling_by_epochs() -> None:
     np.testing.assert_allclose(rates, 0.05 / np.repeat([1.0, 2.0, 3.0], 4) ** 0.3, rtol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "schedule", [None, passes.InverseScaling(power=0.5), passes.StepDecay(every=3)], ids=repr
-)
+@pytest.mark.parametrize("schedule", [None, passes.InverseScaling(power=0.5), passes.StepDecay(every=3)], ids=repr)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_momentum_with_the_rate_inside_is_scikit_learns(
-    nesterov: bool, momentum: float, schedule: Any
-) -> None:
+def test_momentum_with_the_rate_inside_is_scikit_learns(nesterov: bool, momentum: float, schedule: Any) -> None:
     if nesterov and not momentum:
         return
     proto = mlp(dtype=np.float64)
@@ -157,8 +153,7 @@ def test_the_gradients_and_their_norm_are_reported_and_change_nothing(dtype: Any
     steps = {"loss": passes.MeanSquaredError(reduction="sum"), "optimizer": passes.SGD(0.01, momentum=0.9)}
     watched = [passes.GradientNorm(), passes.ReportGradients()]
     plain, reporting = (
-        graphopt.Executor(graphopt.compile(proto, **steps, **more), threads=1)
-        for more in ({}, {"clip": watched})
+        graphopt.Executor(graphopt.compile(proto, **steps, **more), threads=1) for more in ({}, {"clip": watched})
     )
     feeds = {"x": X.astype(dtype), "target": T.astype(dtype)}
     expected = gradients(w)
@@ -182,9 +177,7 @@ def test_gradients_before_and_after_clipping() -> None:
         *("fc1.bias.gradient", "fc1.weight.gradient", "gradient_norm")
     ]
     assert np.abs(found["fc1.bias.gradient"]).max() <= np.float32(0.01) < found["gradient_norm"]
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"ReportGradients\(.*matches no parameter; the model trains"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"ReportGradients\(.*matches no parameter; the model trains"):
         graphopt.compile(mlp(), loss=passes.MeanSquaredError(), clip=passes.ReportGradients("nothing"))
     with pytest.raises(graphopt.GraphoptError, match="GradientNorm needs gradients"):
         passes.GradientNorm()(graphopt.load(mlp()))

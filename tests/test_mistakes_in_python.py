@@ -64,9 +64,7 @@ def torch_loss(t: Any) -> Any:
 
 
 def session(t: Any) -> Any:
-    return pytest.importorskip("onnxruntime").InferenceSession(
-        "model.onnx", providers=["CPUExecutionProvider"]
-    )
+    return pytest.importorskip("onnxruntime").InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
 
 
 def estimator(t: Any) -> Any:

@@ -142,9 +142,7 @@ def test_frozen_weights_stay_float32_in_the_trained_model() -> None:
     onnx.checker.check_model(trained, full_check=True)
     own = {tensor.name: tensor for tensor in NETWORKS["mlp"][0].graph.initializer}
     for tensor in trained.graph.initializer:
-        np.testing.assert_array_equal(
-            onnx.numpy_helper.to_array(tensor), onnx.numpy_helper.to_array(own[tensor.name])
-        )
+        np.testing.assert_array_equal(onnx.numpy_helper.to_array(tensor), onnx.numpy_helper.to_array(own[tensor.name]))
 
 
 @pytest.mark.slow
@@ -185,9 +183,7 @@ def test_batch_normalization_keeps_its_statistics() -> None:
 
 def test_small_gradients_vanish_unless_the_loss_is_scaled() -> None:
     def gradient(scale: float | None, target: np.ndarray) -> dict[str, np.ndarray]:
-        step = compiled(
-            precision=passes.MixedPrecision(), gradient=passes.Gradient(loss_scale=scale), optimizer=None
-        )
+        step = compiled(precision=passes.MixedPrecision(), gradient=passes.Gradient(loss_scale=scale), optimizer=None)
         outputs: dict[str, np.ndarray] = run(step, 1, {"x": X, "target": target})[0]
         return outputs
 
@@ -328,9 +324,7 @@ def test_gradients_of_what_is_computed_in_16_bits_are_as_in_64_but_for_rounding(
         expected = testing.evaluate_reference(gradient_model(model_of(case, np.float64)), double)
         narrow = gradient_model(model_of(case, np.float16))
         runs = [testing.evaluate_reference(narrow, feeds)]
-        if (
-            op_type != "Dropout" and not case.newer
-        ):  # the former drops others, the latter is refused by some versions
+        if op_type != "Dropout" and not case.newer:  # the former drops others, the latter is refused by some versions
             runs.append(run_in_onnxruntime(narrow, feeds))
         for found in runs:
             for name, gradient in found.items():
@@ -379,9 +373,7 @@ def test_a_node_can_be_kept_and_numbers_beyond_the_range_are() -> None:
         [second] y = MatMul(b, w)
     }"""
     proto = model(text, u=RNG.standard_normal((4, 4)), w=RNG.standard_normal((4, 3)), large=np.array(1e6))
-    step = graphopt.compile(
-        proto, loss=passes.MeanSquaredError(), precision=passes.MixedPrecision(keep="sec*")
-    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), precision=passes.MixedPrecision(keep="sec*"))
     dtypes = {node.op_type: node.outputs[0].dtype for node in list(step.graph)[:5]}
     assert dtypes["Mul"] == ir.DataType.FLOAT
     assert operators(step, ir.DataType.FLOAT) >= {"MatMul", "Mul"}

@@ -36,9 +36,7 @@ def test_compiles_and_trains_every_weight(name: str) -> None:
     features, outputs, _ = CASES[name]
     model = getattr(models, name)(features, outputs)
     step = graphopt.compile(model, loss=passes.MeanSquaredError(), optimizer=passes.SGD())
-    weights = {
-        n for n, v in model.graph.initializers.items() if v.dtype == ir.DataType.FLOAT and v.shape.rank()
-    }
+    weights = {n for n, v in model.graph.initializers.items() if v.dtype == ir.DataType.FLOAT and v.shape.rank()}
     assert {v.name.removesuffix(".next") for v in step.graph.outputs if v.name.endswith(".next")} >= weights
 
 

@@ -130,9 +130,7 @@ def test_the_scale_is_that_of_a_matrix_with_a_row_for_each_output(layout: str) -
     moves = []
     for adjust in ("original", 1.0):
         optimizer = passes.Muon(0.1, weight_decay=0.0, adjust=adjust)
-        executor = graphopt.Executor(
-            graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=optimizer)
-        )
+        executor = graphopt.Executor(graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=optimizer))
         before = executor.parameters["w"]
         executor.step(x=x[:, :2], target=t)
         moves.append(executor.parameters["w"] - before)
@@ -144,9 +142,7 @@ def test_the_scale_is_that_of_a_matrix_with_a_row_for_each_output(layout: str) -
 
 def test_adafactor_may_take_a_rate_as_it_is() -> None:
     optimizer = passes.Adafactor(0.01, scale_parameter=False, relative_step=False, epsilon=1e-15)
-    step = graphopt.compile(
-        mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=optimizer
-    )
+    step = graphopt.compile(mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=optimizer)
     before = {str(x.name): run(step, 0, {}) for x in with_role(step, Role.PARAMETER)}
     outputs = run(step, 1, {"x": X, "target": T})[0]
     assert before.keys() == {"fc0.weight", "fc0.bias"}
@@ -307,9 +303,7 @@ def test_targets_and_calls_of_several_steps_train_alike(name: str) -> None:
         other = graphopt.Executor(step, threads=1, **options)
         np.testing.assert_allclose([one["loss"] for one in other.run(BATCHES)], losses, rtol=1e-3)
         close(plain, other, 5e-3 if "8 bits" in name else 2e-4)
-        assert other.predict(x=BATCHES[0]["x"])["y"] == pytest.approx(
-            plain.predict(x=BATCHES[0]["x"])["y"], abs=5e-3
-        )
+        assert other.predict(x=BATCHES[0]["x"])["y"] == pytest.approx(plain.predict(x=BATCHES[0]["x"])["y"], abs=5e-3)
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -86,10 +86,7 @@ def test_a_lowered_step_trains_as_the_plain_one(name, threads):
 @pytest.mark.slow
 def test_attention_and_layer_normalization():
     step, data = step_of(attention()), batches(shape=(6, 4), out=(6, 4))
-    losses = [
-        [x["loss"] for x in map(graphopt.Executor(step, native=native).step, data)]
-        for native in (False, True)
-    ]
+    losses = [[x["loss"] for x in map(graphopt.Executor(step, native=native).step, data)] for native in (False, True)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
@@ -129,9 +126,7 @@ def test_large_arrays_train_as_in_pytorch(optimizer, norm):
         assert executor.step(batch)["loss"] == pytest.approx(loss.item(), rel=1e-5)
     for name, x in executor.parameters.items():
         expected = weights[name].detach().numpy()
-        change = np.sqrt(
-            np.mean(np.square(expected - start[name]))
-        )  # a number that is left out is as far off
+        change = np.sqrt(np.mean(np.square(expected - start[name])))  # a number that is left out is as far off
         np.testing.assert_allclose(x, expected, rtol=0, atol=0.02 * change, err_msg=name)
 
 
@@ -223,9 +218,7 @@ def test_models_of_other_sizes_have_the_same_kernels(cache, parts, monkeypatch):
     assert {*cache.glob("*.o")} == before
     assert len(commands) <= 1
     x, target = np.ones((2, 5), np.float32), np.zeros((2, 3), np.float32)
-    losses = [
-        graphopt.Executor(step, native=native).step(x=x, target=target)["loss"] for native in (False, True)
-    ]
+    losses = [graphopt.Executor(step, native=native).step(x=x, target=target)["loss"] for native in (False, True)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
@@ -347,9 +340,7 @@ def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, 
         with strict(False):  # what the cache keeps is a stand-in
             return lowering.lower_to_kernels(model, threads=2).digest
 
-    monkeypatch.setattr(
-        lowering, "_kept", lambda digest, _: lowering.Lowered(model, Path(), None, [], digest)
-    )
+    monkeypatch.setattr(lowering, "_kept", lambda digest, _: lowering.Lowered(model, Path(), None, [], digest))
     copies = {path: tmp_path / f"{i}.py" for i, path in enumerate(cached.sources())}
     for path, copy in copies.items():
         shutil.copy(path, copy)
@@ -363,9 +354,7 @@ def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, 
     version = cached.metadata.version
     for package in ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy"):
         with monkeypatch.context() as patch:
-            patch.setattr(
-                cached.metadata, "version", lambda name, of=package: version(name) + "+" * (name == of)
-            )
+            patch.setattr(cached.metadata, "version", lambda name, of=package: version(name) + "+" * (name == of))
             digests.append(digest())
     for name, value in (("FLAGS", ("-O1",)), ("processor", lambda: "a processor")):
         with monkeypatch.context() as patch:
@@ -392,9 +381,7 @@ def compiler_of(monkeypatch, program, **limits):
 @pytest.mark.slow
 def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
     compiler_of(monkeypatch, "import sys, time; '--version' in sys.argv or time.sleep(60)", SECONDS=1)
-    with pytest.raises(
-        graphopt.GraphoptError, match="compile the kernels in 1 seconds, found that it takes longer"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="compile the kernels in 1 seconds, found that it takes longer"):
         lower_to_kernels(load(step_of()))
     assert not [*cache.glob("*.so")]
 
@@ -455,10 +442,7 @@ def test_the_environment_lowers_nothing_for_other_providers(cache, monkeypatch):
 def test_frozen_weights_are_not_in_the_cache(cache, parts):
     step = step_of(mlp((4, 400, 3)), parameters=passes.Parameters(freeze="fc1.weight"))
     x, target = batches(1)[0].values()
-    losses = [
-        graphopt.Executor(step, native=native).step(x=x, target=target)["loss"]
-        for native in (False, True, True)
-    ]
+    losses = [graphopt.Executor(step, native=native).step(x=x, target=target)["loss"] for native in (False, True, True)]
     np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-5)
     (kept,) = cache.glob("*.onnx")
     weight = graphopt.load(step).graph.initializers["fc1.weight"].const_value.tobytes()
@@ -495,9 +479,7 @@ def test_without_a_compiler_the_plain_step_runs(monkeypatch):
 
 @pytest.mark.slow
 def test_if_the_compiler_fails_the_plain_step_runs(cache, monkeypatch):
-    monkeypatch.setattr(
-        toolchain, "compiler", lambda: (sys.executable, "-c", "raise SystemExit('error: no C')")
-    )
+    monkeypatch.setattr(toolchain, "compiler", lambda: (sys.executable, "-c", "raise SystemExit('error: no C')"))
     with pytest.warns(UserWarning, match="does not compile the kernels: error: no C"):
         executor = graphopt.Executor(step_of(mlp((4, 200, 60, 3))), native="auto")
     assert executor.step(batches(1)[0])["loss"] > 0
@@ -508,9 +490,7 @@ def test_if_the_compiler_fails_the_plain_step_runs(cache, monkeypatch):
 def test_a_cache_that_others_may_write_to_is_refused(cache):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected a folder that only you can write to: chmod 700"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected a folder that only you can write to: chmod 700"):
         graphopt.Executor(step_of(), native=True)
 
 
@@ -545,9 +525,7 @@ def test_the_environment_sets_the_default(monkeypatch):
         assert graphopt.Device("cpu").native == expected
         assert graphopt.Device("cpu", native=False).native is False
     monkeypatch.setenv("GRAPHOPT_NATIVE", "yes")
-    with pytest.raises(
-        graphopt.GraphoptError, match="GRAPHOPT_NATIVE: expected auto, true or false, found 'yes'"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="GRAPHOPT_NATIVE: expected auto, true or false, found 'yes'"):
         graphopt.Executor(step)
 
 
@@ -626,12 +604,8 @@ def test_a_value_that_may_be_fed_is_no_constant():
 @pytest.mark.parametrize("optimizer", [passes.SGD(0.1), passes.Adam(0.01)], ids=["SGD", "Adam"])
 def test_a_step_and_its_file_are_lowered_to_the_same_kernels(optimizer, tmp_path):
     """A file has numbers of attributes in float32, such as those of the mask of a Relu."""
-    step = graphopt.load(
-        graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=optimizer)
-    )
+    step = graphopt.load(graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=optimizer))
     graphopt.save(step, tmp_path / "step.onnx")
-    lowered = [
-        TARGETS["native"].pipeline.rewrite(x) for x in (step.clone(), graphopt.load(tmp_path / "step.onnx"))
-    ]
+    lowered = [TARGETS["native"].pipeline.rewrite(x) for x in (step.clone(), graphopt.load(tmp_path / "step.onnx"))]
     one, other = map(Content.of, lowered)
     assert one == other

@@ -130,9 +130,7 @@ def compiled(source, target, *flags):
 @pytest.mark.slow
 def test_products_and_convolutions_compile_for_arm(tmp_path):
     source = tmp_path / "parts.c"
-    source.write_text(
-        '#define MOST_AXES 4\n#define FEW_FILTERS 5\n#include "convolution.h"\n#include "scan.h"\n'
-    )
+    source.write_text('#define MOST_AXES 4\n#define FEW_FILTERS 5\n#include "convolution.h"\n#include "scan.h"\n')
     compiled(source, tmp_path / "parts.o", "-c", "-w")
     assert (tmp_path / "parts.o").stat().st_size > 10_000
 

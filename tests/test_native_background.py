@@ -139,9 +139,7 @@ def test_kernels_that_the_other_process_finds_to_be_wrong_are_refused(cache, ste
     monkeypatch.setenv("CC", str(wrong))
     toolchain.compiler.cache_clear()
     executor = graphopt.Executor(step, native="auto")
-    with pytest.warns(
-        UserWarning, match=r"kernels: expected the numbers of the plain step, found '.*' off by"
-    ):
+    with pytest.warns(UserWarning, match=r"kernels: expected the numbers of the plain step, found '.*' off by"):
         losses = lowered_meanwhile(executor)
     toolchain.compiler.cache_clear()
     assert executor._steps.runner.native is False

@@ -40,9 +40,7 @@ def compiled(network: nn.Module, x: torch.Tensor, path, optimizer: passes.Pass) 
         network, (x,), path, dynamo=False, do_constant_folding=False, opset_version=17, input_names=["x"],
         training=torch.onnx.TrainingMode.TRAINING, output_names=["y"], dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
     )  # fmt: skip
-    return graphopt.compile(
-        path, training=passes.TrainingMode(), loss=passes.CrossEntropy(), optimizer=optimizer
-    )
+    return graphopt.compile(path, training=passes.TrainingMode(), loss=passes.CrossEntropy(), optimizer=optimizer)
 
 
 def kernels_of_channels(step: onnx.ModelProto) -> int:

@@ -90,9 +90,7 @@ def random_convolutions():
 
 def session(graph, threads, lowered=None):
     device = Device("cpu", threads=threads, native=False)
-    return (
-        Session(device, graph) if lowered is None else Session(device, lowered.model, library=lowered.library)
-    )
+    return Session(device, graph) if lowered is None else Session(device, lowered.model, library=lowered.library)
 
 
 def assert_close(found, expected, layers=1):
@@ -123,17 +121,13 @@ def test_random_convolutions_are_the_runtimes(random_convolutions):
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.slow
-def test_random_convolutions_of_bfloat16_numbers(
-    random_convolutions, precision, form, monkeypatch, tmp_path_factory
-):
+def test_random_convolutions_of_bfloat16_numbers(random_convolutions, precision, form, monkeypatch, tmp_path_factory):
     """Those that run in tiles are of bfloat16 numbers; others are of float32 numbers."""
     if (reason := obstacle(precision)) is not None:
         pytest.skip(reason)
     has_tiles = "__AMX_BF16__" in toolchain.macros()
     if form in ("gathered", "shifted") and not has_tiles:
-        pytest.skip(
-            "expected a processor with AMX, for which choice.h has these algorithms, found one without"
-        )
+        pytest.skip("expected a processor with AMX, for which choice.h has these algorithms, found one without")
     compute_in(form, monkeypatch, tmp_path_factory)
     graph, weights, shapes = random_convolutions
     rng = np.random.default_rng(1)
@@ -186,9 +180,7 @@ def test_random_convolutions_on_older_processors(random_convolutions, fewer, mon
     rng = np.random.default_rng(1)
     monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, *fewer))
     monkeypatch.setattr(toolchain, "_environment", toolchain._environment.__wrapped__)
-    feeds = weights | {
-        name: rng.standard_normal([2, *shape]).astype(np.float32) for name, shape in shapes.items()
-    }
+    feeds = weights | {name: rng.standard_normal([2, *shape]).astype(np.float32) for name, shape in shapes.items()}
     found = session(graph, 1, lower_to_kernels(graph, PLAIN, 1)).compute_arrays(feeds)
     assert_close(found, session(graph, 1).compute_arrays(feeds))
 
@@ -206,8 +198,7 @@ def test_parts_of_large_convolutions(name, form, monkeypatch, tmp_path_factory):
     graph = load(onnx.shape_inference.infer_shapes(proto))
     feeds = {"x": rng.standard_normal(x).astype(np.float32), "w": rng.standard_normal(w).astype(np.float32)}
     found = [
-        session(graph, threads, lower_to_kernels(graph, PLAIN, threads)).compute_arrays(feeds)
-        for threads in (1, 2, 3)
+        session(graph, threads, lower_to_kernels(graph, PLAIN, threads)).compute_arrays(feeds) for threads in (1, 2, 3)
     ]
     assert_close(found[0], session(graph, 2).compute_arrays(feeds))
     assert all(np.array_equal(each["y"], found[0]["y"]) for each in found)
@@ -247,9 +238,7 @@ def test_transposed_operands_and_results(forms):
     for batch in 1, 6:
         shapes = {"x": (batch, 9, 9, 8), "g": (batch, 17, 4, 7), "k": (17, 9, 3, 3)}
         feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-        assert_close(
-            session(graph, 2, lowered).compute_arrays(feeds), session(graph, 2).compute_arrays(feeds)
-        )
+        assert_close(session(graph, 2, lowered).compute_arrays(feeds), session(graph, 2).compute_arrays(feeds))
 
 
 # Matrix products that are summed over a batch: gradients of pointwise kernels, from x[N,9,P] and a gradient g[N,17,P].
@@ -280,9 +269,7 @@ def summed(forms):
     return load(onnx.shape_inference.infer_shapes(proto))
 
 
-@pytest.mark.parametrize(
-    "graph", [graph_of({"": ARRANGED["gradient of a pointwise kernel"]}), summed(SUMMED)]
-)
+@pytest.mark.parametrize("graph", [graph_of({"": ARRANGED["gradient of a pointwise kernel"]}), summed(SUMMED)])
 def test_gradients_of_weights_are_zeros_without_images(graph):
     """They were what the memory held before."""
     lowered = lower_to_kernels(graph, PLAIN, 1)
@@ -307,12 +294,8 @@ def test_gradients_of_weights_are_zeros_without_images(graph):
 def test_rates_of_a_machine_choose_the_algorithm(tile, is_low, monkeypatch, cache, parts):
     if (reason := obstacle("medium")) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(
-        lowering, "source", functools.partial(library.source, rates=(0.25e-9, 1e-11, tile, 5e-9))
-    )
-    graph = load(
-        model("g (float[8,64,14,14] x, float[64,64,1,1] w) => (float[8,64,14,14] y) { y = Conv(x, w) }")
-    )
+    monkeypatch.setattr(lowering, "source", functools.partial(library.source, rates=(0.25e-9, 1e-11, tile, 5e-9)))
+    graph = load(model("g (float[8,64,14,14] x, float[64,64,1,1] w) => (float[8,64,14,14] y) { y = Conv(x, w) }"))
     rng = np.random.default_rng(4)
     feeds = {x.name: rng.standard_normal(sizes_of(x)).astype(np.float32) for x in graph.graph.inputs}
     found = [
@@ -386,9 +369,7 @@ def test_a_training_step_is_the_plain_one(step, without):
     for batch in 1, 5, 32:
         shapes = {"x": (batch, 3, 17, 16), "target": (batch, 16, 9, 8)}
         feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-        found = {
-            threads: session(step, threads, each).compute_arrays(feeds) for threads, each in lowered.items()
-        }
+        found = {threads: session(step, threads, each).compute_arrays(feeds) for threads, each in lowered.items()}
         expected = session(step, 1).compute_arrays(feeds)
         assert_close({name: found[1][name] for name in expected}, expected, layers=4)
         for name, values in found[1].items():
@@ -416,9 +397,7 @@ def test_convolutions_of_short_axes():
                 lines.append(f"{kind}{i} = {kind}<pads = [{pad},{pad}]>(x{i}, w{i})")
     inputs = ", ".join(f"float[{','.join(map(str, value.shape))}] {name}" for name, value in feeds.items())
     results = ", ".join(f"float[A{i},B{i},C{i}] {name}" for i, name in enumerate(outputs))
-    graph = load(
-        onnx.shape_inference.infer_shapes(model(f"g ({inputs}) => ({results}) {{ {' '.join(lines)} }}"))
-    )
+    graph = load(onnx.shape_inference.infer_shapes(model(f"g ({inputs}) => ({results}) {{ {' '.join(lines)} }}")))
     lowered, device = lower_to_kernels(graph, PLAIN, 1), Device("cpu", native=False)
     assert plan(graph, PLAIN).counts["convolutions"] == len(outputs)
     expected = Session(device, graph).compute_arrays(feeds)
@@ -433,9 +412,7 @@ def test_products_are_added_without_rounding_them():
         pytest.skip("needs a processor with fused multiply-add")
     weights = np.zeros((8, 2, 3, 3), np.float32)
     weights[:, 0, 1, 1], weights[:, 1, 1, 1] = 1, 1 + 2**-12
-    proto = model(
-        "g (float[1,2,9,9] x) => (float[1,8,9,9] y) { y = Conv<pads = [1,1,1,1]>(x, w) }", w=weights
-    )
+    proto = model("g (float[1,2,9,9] x) => (float[1,8,9,9] y) { y = Conv<pads = [1,1,1,1]>(x, w) }", w=weights)
     x = np.stack([np.full((9, 9), -1 - 2**-11), np.full((9, 9), 1 + 2**-12)])[None].astype(np.float32)
     lowered = lower_to_kernels(load(onnx.shape_inference.infer_shapes(proto)), PLAIN)
     y = Session(Device("cpu"), lowered.model, library=lowered.library).compute_arrays({"x": x})["y"]

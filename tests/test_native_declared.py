@@ -106,9 +106,7 @@ STEPS = {}
 def step_of(name):
     if name not in STEPS:
         proto = NETWORKS[name][0]()
-        STEPS[name] = ir.to_proto(
-            graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.01))
-        )
+        STEPS[name] = ir.to_proto(graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.01)))
     copy = onnx.ModelProto()
     copy.CopyFrom(STEPS[name])
     return copy

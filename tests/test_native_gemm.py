@@ -145,9 +145,7 @@ class Library:
         return self.c.multiply(threads, dims, strides, *pointers, accumulate, pieces, narrow, *seen, end)
 
 
-@pytest.fixture(
-    scope="module", params=["-march=native", "-mavx2 -mfma", ""], ids=["native", "avx2", "baseline"]
-)
+@pytest.fixture(scope="module", params=["-march=native", "-mavx2 -mfma", ""], ids=["native", "avx2", "baseline"])
 def library(request, tmp_path_factory):
     return Library(tmp_path_factory.mktemp("gemm"), request.param.split())
 
@@ -155,9 +153,7 @@ def library(request, tmp_path_factory):
 @pytest.fixture(
     scope="module",
     params=[
-        (pieces, flags)
-        for flags in ("-march=native", "-march=native -mno-amx-bf16 -mno-amx-tile")
-        for pieces in (1, 2)
+        (pieces, flags) for flags in ("-march=native", "-march=native -mno-amx-bf16 -mno-amx-tile") for pieces in (1, 2)
     ],
     ids=["medium-tiles", "high-tiles", "medium-vectors", "high-vectors"],
 )
@@ -251,9 +247,7 @@ def compare_with_numpy(library, pieces=0):
             strides(rng, shapes[1], broadcast=True),
             strides(rng, shapes[2], 3),
         ]
-        (_, a), (_, b), (memory, c) = (
-            library.array(i, *x) for i, x in enumerate(zip(shapes, drawn, strict=True))
-        )
+        (_, a), (_, b), (memory, c) = (library.array(i, *x) for i, x in enumerate(zip(shapes, drawn, strict=True)))
         for x in (a, b):
             x[...] = rng.standard_normal(x.shape)
         accumulate = bool(rng.integers(2))

@@ -67,9 +67,7 @@ def drawing(texts):
     uses = {}
     for name, (_, code) in read.items():
         words = used(code)
-        uses[name] = {
-            other: own & words for other, own in names.items() if own & words - names.get(name, set())
-        }
+        uses[name] = {other: own & words for other, own in names.items() if own & words - names.get(name, set())}
         uses[name].pop(name, None)
     for name in TILES:
         uses[name].pop("bfloat16.h", None)
@@ -153,6 +151,4 @@ def test_each_header_compiles_by_itself(flags, tmp_path):
 
 if __name__ == "__main__":
     for header, others in drawing(TEXTS)[1].items():
-        print(
-            header, *(f"\n    {other}: {' '.join(sorted(words))}" for other, words in sorted(others.items()))
-        )
+        print(header, *(f"\n    {other}: {' '.join(sorted(words))}" for other, words in sorted(others.items())))

@@ -109,9 +109,7 @@ def test_no_model_may_call_compiled_kernels(made, form, tmp_path):
     path.write_bytes(proto.SerializeToString())
     given = {"path": lambda: path, "proto": lambda: proto, "ir": lambda: ir.from_proto(proto)}[form]
     for use in (load, graphopt.Executor, lambda x: graphopt.compile(x, loss=SQUARES)):
-        with pytest.raises(
-            GraphoptError, match=r"found the domain 'ai\.graphopt' of graphopt's compiled"
-        ) as error:
+        with pytest.raises(GraphoptError, match=r"found the domain 'ai\.graphopt' of graphopt's compiled") as error:
             use(given())
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
@@ -141,8 +139,7 @@ def vocabulary():
     files = [*toolchain.FOLDER.glob("*.h"), operators.__file__]
     files += [folder / f"{name}.py" for name in ("kernels", "loops", "lanes", "library", "numbers")]
     files += [
-        folder / f"{name}.py"
-        for name in ("attention", "products", "convolutions", "pools", "scans", "new_state")
+        folder / f"{name}.py" for name in ("attention", "products", "convolutions", "pools", "scans", "new_state")
     ]
     texts = [*(Path(path).read_text() for path in files), *operators.OF_FLOATING.values()]
     return {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
@@ -155,9 +152,7 @@ def strange(code):
         if mark in re.sub(r'#include "\w+\.h"', "", code):
             words.add(mark)
     lines = [line for line in code.splitlines() if "#" in line]
-    allowed = re.compile(
-        r'#include "\w+\.h"|#define [A-Z_]+ \d+|\s*#pragma omp simd( reduction\((\+|\*|\w+):\w+\))*'
-    )
+    allowed = re.compile(r'#include "\w+\.h"|#define [A-Z_]+ \d+|\s*#pragma omp simd( reduction\((\+|\*|\w+):\w+\))*')
     words.update(line for line in lines if not allowed.fullmatch(line))
     return {word for word in words if not LOCAL.fullmatch(word)}
 
@@ -230,10 +225,7 @@ def chained(count):
 
 
 def largest_of(count, op_type="Max"):
-    lines = [
-        f"a{i} = {['Sin', 'Cos', 'Tanh', 'Neg'][i % 4]}({f'a{i - 4}' if i > 3 else 'x'})"
-        for i in range(count)
-    ]
+    lines = [f"a{i} = {['Sin', 'Cos', 'Tanh', 'Neg'][i % 4]}({f'a{i - 4}' if i > 3 else 'x'})" for i in range(count)]
     lines.append(f"y = {op_type}({', '.join(f'a{i}' for i in range(count))})")
     return model(f"g (float[N,32] x) => (float[N,32] y) {{ {chr(10).join(lines)} }}")
 
@@ -304,9 +296,7 @@ def changed(proto, rng):
         attribute = node.attribute[rng.integers(len(node.attribute))]
         name, kind = attribute.name, attribute.type
         if kind == onnx.AttributeProto.INTS:
-            attribute.ints[:] = [
-                int(rng.choice([-HUGE, -7, -1, 0, 1, 9, 2**62])) for _ in range(rng.integers(5))
-            ]
+            attribute.ints[:] = [int(rng.choice([-HUGE, -7, -1, 0, 1, 9, 2**62])) for _ in range(rng.integers(5))]
         elif kind == onnx.AttributeProto.INT:
             attribute.i = int(rng.choice([-HUGE, -7, 5, 99, 2**62]))
         if how == 2:

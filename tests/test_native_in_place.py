@@ -142,9 +142,7 @@ def test_a_step_that_is_not_finite_has_changed_the_state():
     assert not all(np.isfinite(value).all() for value in executor.state.values())
 
 
-@pytest.mark.parametrize(
-    "options", [{"on_nonfinite": "skip"}, {"static_shapes": True}, {"native": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{"on_nonfinite": "skip"}, {"static_shapes": True}, {"native": False}], ids=str)
 def test_what_needs_two_sets_of_state_is_refused(options):
     with pytest.raises(graphopt.GraphoptError, match="in_place: expected"):
         graphopt.Executor(step_of(), in_place=True, **options)
@@ -165,9 +163,7 @@ def test_large_state_is_stored_past_the_caches(monkeypatch, cache, parts):
     step = graphopt.compile(mlp((641, 901, 3)), loss=passes.MeanSquaredError(), optimizer=sgd)
     assert any("store_far" in kernel.code for kernel in plan(step).kernels)
     rng = np.random.default_rng(2)
-    batch = {
-        name: rng.standard_normal((7, size)).astype(np.float32) for name, size in (("x", 641), ("target", 3))
-    }
+    batch = {name: rng.standard_normal((7, size)).astype(np.float32) for name, size in (("x", 641), ("target", 3))}
     executors = [*pair(step, threads=1), graphopt.Executor(step, native=True, threads=2)]
     plain = graphopt.Executor(step, native=False, threads=1)
     for _ in range(4):

@@ -107,9 +107,7 @@ WORST = {
     },
     **{"Sqrt": 0.5, "Tanh": 1.46},
     # computed in double, and rounded once
-    **dict.fromkeys(
-        ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan"), 0.5
-    ),
+    **dict.fromkeys(("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan"), 0.5),
 }
 ALLOWED = {"Mish": 4, "Selu": 3, "Sigmoid": WORST["Sigmoid"], "Sqrt": 0.5, "Swish": 3}  # of others, 2 units
 
@@ -182,9 +180,7 @@ def wrong(node: onnx.NodeProto, found: np.ndarray, plain: np.ndarray, inputs: li
     return unlike
 
 
-def sum_is_near(
-    op_type: str, found: np.ndarray, plain: np.ndarray, inputs: list[Any], keepdims: int
-) -> np.ndarray:
+def sum_is_near(op_type: str, found: np.ndarray, plain: np.ndarray, inputs: list[Any], keepdims: int) -> np.ndarray:
     x = inputs[0].astype(np.float64)
     axes = tuple(int(p) % x.ndim for p in inputs[1])
     keep = {"axis": axes, "keepdims": bool(keepdims)}
@@ -195,9 +191,7 @@ def sum_is_near(
     size, exact = np.abs(terms).sum(**keep), terms.sum(**keep)
     finite = np.where(np.isfinite(terms), np.abs(terms), 0).sum(**keep)
     overflows = finite > np.finfo(found.dtype).max / 2
-    bound = (count + 2) * np.finfo(found.dtype).eps * size + (count + 2) * np.finfo(
-        found.dtype
-    ).smallest_subnormal
+    bound = (count + 2) * np.finfo(found.dtype).eps * size + (count + 2) * np.finfo(found.dtype).smallest_subnormal
     if op_type == "ReduceProd":
         exact = x.prod(**keep)
         bound = (count + 2) * unit(exact, found.dtype)
@@ -253,13 +247,7 @@ def check(graph: Graph, flush: bool = False) -> int:
     everything = graph.model(everything=True)
     native, model = lowered(everything)
     ends, other = lowered(graph.model(everything=False))
-    left = {
-        y.name
-        for form in (model, other)
-        for node in form.graph
-        if node.op_type in FUNCTIONS
-        for y in node.outputs
-    }
+    left = {y.name for form in (model, other) for node in form.graph if node.op_type in FUNCTIONS for y in node.outputs}
     apart = session(graph.apart())
     failures: list[str] = []
     mode: Any = Flushing() if flush else contextlib.nullcontext()
@@ -319,9 +307,7 @@ def is_same(part: Part, y: np.ndarray, other: np.ndarray, left: Set[str | None])
     return not np.any(unlike)
 
 
-def explained(
-    node: onnx.NodeProto, name: str, bad: np.ndarray, found: Arrays, plain: Arrays, inputs: list[Any]
-) -> str:
+def explained(node: onnx.NodeProto, name: str, bad: np.ndarray, found: Arrays, plain: Arrays, inputs: list[Any]) -> str:
     where = tuple(int(i) for i in np.argwhere(bad)[0])
     read = [x if x is None or x.size < 40 else x.shape for x in inputs]
     same = [x[where] for x in inputs if x is not None and x.shape == bad.shape]
@@ -391,9 +377,7 @@ def test_worst_errors_of_functions() -> None:
             np.testing.assert_array_equal(np.isnan(found[name]), np.isnan(exact))
             np.testing.assert_array_equal(np.isinf(found[name]), np.isinf(rounded))
             off = np.abs(found[name] - exact) / unit(exact, np.float32)
-            usual = np.isfinite(rounded) & (
-                (np.abs(rounded) >= np.finfo(np.float32).tiny) | (name != "Sigmoid")
-            )
+            usual = np.isfinite(rounded) & ((np.abs(rounded) >= np.finfo(np.float32).tiny) | (name != "Sigmoid"))
             assert np.all(usual | ~(off > 2**23))  # no further from it than 0 is
             worst[name] = float(off[usual].max())
     assert worst == {name: pytest.approx(most, abs=0.01) for name, most in WORST.items()}
@@ -440,9 +424,7 @@ def test_powers_and_remainders() -> None:
             )
         )
     native, found = lowered(
-        text(
-            "(float[N] x, float[N] y) => (float[N] p, float[N] m)", "p = Pow(x, y)", "m = Mod<fmod = 1>(x, y)"
-        )
+        text("(float[N] x, float[N] y) => (float[N] p, float[N] m)", "p = Pow(x, y)", "m = Mod<fmod = 1>(x, y)")
     )
     assert len(kernels_of(found)) == 1
     powers = run(native, {"x": x, "y": y})
@@ -458,9 +440,7 @@ def test_powers_and_remainders() -> None:
 def text(signature: str, *nodes: str) -> onnx.ModelProto:
     """Return a model in ONNX's text form."""
     return onnx.shape_inference.infer_shapes(
-        onnx.parser.parse_model(
-            f'<ir_version: 8, opset_import: ["" : 20]>\ng {signature} {{ {chr(10).join(nodes)} }}'
-        )
+        onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 20]>\ng {signature} {{ {chr(10).join(nodes)} }}')
     )
 
 
@@ -555,16 +535,12 @@ def test_the_mask_of_dropout_is_one_kernel() -> None:
     whole = [y for node in step.graph for y in node.outputs if y.dtype == ir.DataType.INT32]
     left = [y for node in plan(step).model.graph for y in node.outputs if y.dtype == ir.DataType.INT32]
     assert len(whole) > 12
-    assert (
-        len(left) == 6
-    )  # the number of elements, the range, two keys, the mask, and the mask in another shape
+    assert len(left) == 6  # the number of elements, the range, two keys, the mask, and the mask in another shape
     plain, native = (graphopt.Executor(step, native=native) for native in (False, True))
     for rows in (3, 128):
         batch = {"x": r.standard_normal((rows, 64), np.float32), "target": r.integers(0, 10, rows)}
         for _ in range(3):
-            np.testing.assert_allclose(
-                native.step(batch)["loss"], plain.step(batch)["loss"], rtol=max(1e-5, UNIT)
-            )
+            np.testing.assert_allclose(native.step(batch)["loss"], plain.step(batch)["loss"], rtol=max(1e-5, UNIT))
 
 
 def test_the_body_of_a_scan_has_kernels_of_its_own() -> None:
@@ -651,7 +627,5 @@ def test_generated_code_has_no_string_of_the_model() -> None:
 
 def test_a_whole_number_becomes_floating_without_a_choice() -> None:
     """GCC makes two branches of a choice and the functions behind it, and does not vectorize them."""
-    (kernel,) = plan(
-        ir.from_proto(text("(int32[N] x) => (float[N] y)", "f = Cast<to = 1>(x)", "y = Log(f)"))
-    ).kernels
+    (kernel,) = plan(ir.from_proto(text("(int32[N] x) => (float[N] y)", "f = Cast<to = 1>(x)", "y = Log(f)"))).kernels
     assert "log_float(" in kernel.code and "?" not in kernel.code.partition("simd")[2].partition("}")[0]

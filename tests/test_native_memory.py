@@ -198,9 +198,7 @@ def check_open_products(precision, count):
         for _ in range(count):
             most = int(rng.choice([4, 20, 70, 300]))
             sizes = {axis: int(rng.integers(1, most)) for axis in "MKN"} | {"B": int(rng.integers(1, 4))}
-            arrays = [
-                rng.standard_normal([sizes[axis] for axis in shape]).astype(np.float32) for shape in axes
-            ]
+            arrays = [rng.standard_normal([sizes[axis] for axis in shape]).astype(np.float32) for shape in axes]
             batches.append(dict(zip("abc", arrays, strict=False)))
         compare(graph, batches, precision)
 
@@ -221,12 +219,8 @@ def check_open_pools(precision, count):
         batches = []
         for _ in range(count):
             images = rng.integers(1, 4, 2).tolist()
-            shapes = {
-                name: images + [n + int(rng.integers(0, 40)) for n in size] for name, size in least.items()
-            }
-            batches.append(
-                {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-            )
+            shapes = {name: images + [n + int(rng.integers(0, 40)) for n in size] for name, size in least.items()}
+            batches.append({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()})
         compare(load(onnx.shape_inference.infer_shapes(proto)), batches, precision)
 
 

@@ -81,9 +81,7 @@ def random_pools():
             names, y = names | {f"y{i}": small, f"dy{i}": small}, f"dx{i}"
             weights |= factors | {f"scores{i}": scores(window, small[1:])}
             form = FORM | {"window": ints(window)} | ({"share": f"dy{i}", "gating": ""} if i % 3 else {})
-            text = (
-                GRADIENT.format(**form).replace("_ ", f"{i} ").replace("_,", f"{i},").replace("_)", f"{i})")
-            )
+            text = GRADIENT.format(**form).replace("_ ", f"{i} ").replace("_,", f"{i},").replace("_)", f"{i})")
         else:
             large[-1] += int(rng.integers(0, window[-1]))  # what no window reaches
             text = f"y{i} = {kind}<kernel_shape = {ints(window)}, strides = {ints(window)}>(x{i})"
@@ -91,9 +89,7 @@ def random_pools():
         inputs += [f"float[N, {', '.join(map(str, sizes))}] {name}" for name, sizes in names.items()]
         outputs.append(f"float[{', '.join('ABCDE'[: axes + 2])}] {y}")
         shapes |= names
-    proto = model(
-        f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}", **weights
-    )
+    proto = model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}", **weights)
     return load(onnx.shape_inference.infer_shapes(proto)), shapes
 
 
@@ -177,9 +173,7 @@ def gradient(outputs="float[N,3,8,6] dx_", ranks=None, **form):
     if ranks.shape[2:] != (8, 6):
         text = text.replace("scores_", "tiled_", 1)
         text, weights = f"tiled_ = Tile(scores_, many_) {text}", weights | {"many_": np.array([1, 1, 4, 3])}
-    return plan(
-        load(onnx.shape_inference.infer_shapes(model(f"g ({inputs}) => ({outputs}) {{ {text} }}", **weights)))
-    )
+    return plan(load(onnx.shape_inference.infer_shapes(model(f"g ({inputs}) => ({outputs}) {{ {text} }}", **weights))))
 
 
 def gradients(found):
@@ -277,8 +271,7 @@ def test_an_input_of_another_size_than_declared():
 def test_gradients_of_a_step_are_pytorchs(relu):
     rng = np.random.default_rng(0)
     w, x, target = (
-        rng.standard_normal(shape).astype(np.float32)
-        for shape in ((5, 3, 3, 3), (4, 3, 18, 12), (4, 5, 9, 6))
+        rng.standard_normal(shape).astype(np.float32) for shape in ((5, 3, 3, 3), (4, 3, 18, 12), (4, 5, 9, 6))
     )
     text = "c = Conv<pads = [1,1,1,1]>(x, w)  r = Relu(c)  y = MaxPool<kernel_shape = [2,2], strides = [2,2]>"
     proto = model(f"g (float[N,3,18,12] x) => (float[N,5,9,6] y) {{ {text}({'r' if relu else 'c'}) }}", w=w)

@@ -193,8 +193,7 @@ def graph_from(text, *shapes, symbolic=False):
     dims = itertools.count()
     names = [[f"D{next(dims)}" if symbolic else str(d) for d in shape] for shape in shapes]
     inputs = ", ".join(
-        f"float[{','.join(axes)}] {x}" if axes else f"float {x}"
-        for x, axes in zip("abc", names, strict=False)
+        f"float[{','.join(axes)}] {x}" if axes else f"float {x}" for x, axes in zip("abc", names, strict=False)
     )
     proto = model(f"g ({inputs}) => (float y) {{ {text} }}")
     proto.graph.output[0].type.tensor_type.ClearField("shape")
@@ -302,9 +301,7 @@ def test_a_weight_is_packed_once(k, n, turned):
     for m in (1, 5, 600, 64, 1):
         a = RNG.standard_normal((m, k)).astype(np.float32)
         y = one.compute_arrays({"a": a})["y"]
-        packed = (
-            "packed weights are multiplied in the same precision for any number of rows, fed ones are not"
-        )
+        packed = "packed weights are multiplied in the same precision for any number of rows, fed ones are not"
         assert_equal_in_float32(y, other.compute_arrays({"a": a, "w": w})["y"], packed)
         assert_near(y, a.astype(np.float64) @ (w.T if turned else w))
 

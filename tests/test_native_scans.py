@@ -160,9 +160,7 @@ def operators(found):
 @pytest.fixture
 def within(monkeypatch, tmp_path_factory):
     """Return a function that lowers a graph to the same kernels but leaves its scans to the runtime."""
-    folder = (
-        tmp_path_factory.getbasetemp() / "scans"
-    )  # a cache of its own, which knows graphs, and not this form
+    folder = tmp_path_factory.getbasetemp() / "scans"  # a cache of its own, which knows graphs, and not this form
 
     def lowered(graph, threads=1):
         with monkeypatch.context() as patch:
@@ -214,9 +212,7 @@ def test_without_iterations_states_stay_and_results_are_empty(name):
             assert values.shape == (0, *shapes[result].shape[1:])
 
 
-@pytest.mark.parametrize(
-    ("text", "moves"), [(x, True) for x in MOVED.values()] + [(x, False) for x in KEPT.values()]
-)
+@pytest.mark.parametrize(("text", "moves"), [(x, True) for x in MOVED.values()] + [(x, False) for x in KEPT.values()])
 def test_sequences_are_computed_where_they_are_read(text, moves):
     graph = graph_of(text.replace("BODY", BODY), [y for y in ("y", "z", "s_") if f" {y} = " in text])
     nodes = [node.op_type[0] for node in plan(graph).model.graph if node.op_type != "Constant"]

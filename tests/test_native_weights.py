@@ -121,9 +121,7 @@ def test_products_dequantize_weights(layout, dtype, has_zero):
             exact["y"] = feeds["b"].astype(np.float64) @ matrix.T + feeds["c"]
             for name, expected in exact.items():
                 assert_near(one[name], expected)
-                assert_equal_in_float32(
-                    one[name], plain[name], "fed weights have no panels for any number of rows"
-                )
+                assert_equal_in_float32(one[name], plain[name], "fed weights have no panels for any number of rows")
                 np.testing.assert_array_equal(two[name], one[name])
 
 

@@ -40,9 +40,7 @@ def test_nodes_one_by_one_have_the_types_of_the_whole_model() -> None:
                 assert kind == y.type
                 if isinstance(kind, ir.TensorType):
                     assert y.shape is not None and shape is not None and len(shape) == len(y.shape)
-                    known = [
-                        dim for dim in y.shape if isinstance(dim, int) or not str(dim).startswith("unk__")
-                    ]
+                    known = [dim for dim in y.shape if isinstance(dim, int) or not str(dim).startswith("unk__")]
                     assert [dim for dim in shape if isinstance(dim, int) or dim.value is not None] == known
 
 

@@ -106,9 +106,7 @@ def test_an_odd_value_of_a_field_works_or_is_an_error_of_one_line(
         arguments.append(option)
     run = "compile" if "launcher" in path else "train"
     code = cli.main([*arguments, f"run={run}", f"{path}={ODD[odd]}"])
-    said = [
-        line for line in capfd.readouterr().err.splitlines() if not line.startswith("graphopt: warning: ")
-    ]
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("graphopt: warning: ")]
     assert all(len(line) < LONGEST + 100 for line in said)
     assert said == [] if code == 0 else len(said) == 1 and said[0].startswith("graphopt: error: ")
 

@@ -32,11 +32,7 @@ def same(x: Tensor, is_upper: bool) -> Tensor:
 
 def average(x: Tensor, is_upper: bool, counts_pads: bool) -> Tensor:
     sums = functional.avg_pool2d(same(x, is_upper), KERNEL, STRIDES)
-    return (
-        sums
-        if counts_pads
-        else sums / functional.avg_pool2d(same(torch.ones_like(x), is_upper), KERNEL, STRIDES)
-    )
+    return sums if counts_pads else sums / functional.avg_pool2d(same(torch.ones_like(x), is_upper), KERNEL, STRIDES)
 
 
 def power(x: Tensor, is_upper: bool) -> Tensor:
@@ -106,9 +102,7 @@ def test_open_sizes_train_as_in_pytorch(case):
     read = {name: array for name, array in arrays.items() if name in ("s", "w")[: 1 + ("w)" in node)]}
     step = graphopt.compile(model(text, **read), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
     ours = [graphopt.Executor(step, native=native, threads=1) for native in (False, True)]
-    weights = {
-        name: torch.tensor(array, dtype=torch.float32, requires_grad=True) for name, array in read.items()
-    }
+    weights = {name: torch.tensor(array, dtype=torch.float32, requires_grad=True) for name, array in read.items()}
     optimizer = torch.optim.SGD(weights.values(), 0.05)
     for batch, height, width in SIZES:
         x = rng.standard_normal((batch, 2, height, width)).astype(np.float32)
@@ -119,15 +113,11 @@ def test_open_sizes_train_as_in_pytorch(case):
         for executor in ours:
             np.testing.assert_allclose(executor.step(x=x, target=target)["loss"], loss.item(), rtol=1e-5)
             for name, weight in weights.items():
-                np.testing.assert_allclose(
-                    executor.parameters[name], weight.detach().numpy(), rtol=2e-5, atol=1e-6
-                )
+                np.testing.assert_allclose(executor.parameters[name], weight.detach().numpy(), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(onnxruntime.__version__.startswith("1.19"), reason="onnxruntime 1.19 multiplies no rows")
-@pytest.mark.parametrize(
-    "pool", ["GlobalMaxPool(a)", "GlobalAveragePool(a)", "GlobalLpPool(a)", "LRN<size = 3>(a)"]
-)
+@pytest.mark.parametrize("pool", ["GlobalMaxPool(a)", "GlobalAveragePool(a)", "GlobalLpPool(a)", "LRN<size = 3>(a)"])
 def test_a_batch_without_rows_has_gradients_of_zero(pool: str) -> None:
     """A worker may have one: its sums count nothing."""
     proto = onnx.parser.parse_model(

@@ -23,9 +23,7 @@ from graphopt.graph.opsets import rewrite_in
 
 def trained(proto, feeds, target, loss=None, **steps):
     """Return the trained model after two steps, and what the executor predicts."""
-    step = graphopt.compile(
-        proto, loss=loss or passes.MeanSquaredError(), optimizer=passes.SGD(0.01), **steps
-    )
+    step = graphopt.compile(proto, loss=loss or passes.MeanSquaredError(), optimizer=passes.SGD(0.01), **steps)
     executor = graphopt.Executor(step)
     for _ in range(2):
         executor.step(**feeds, target=target)
@@ -177,9 +175,7 @@ def test_an_operator_without_an_older_form_keeps_the_lowest_opset_that_has_it(na
     executor = graphopt.Executor(step)
     found = executor.trained()
     assert found.opset_import[0].version == expected
-    np.testing.assert_allclose(
-        graphopt.run(found, feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(graphopt.run(found, feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +201,4 @@ def test_whatever_opset_is_asked_for_the_numbers_stay(text, dims, opset):
     x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     before = ReferenceEvaluator(proto).run(None, {"x": x})[0]
     np.testing.assert_allclose(graphopt.run(after, {"x": x})["y"], before, rtol=1e-6)
-    assert version == {"Softmax": max(opset, 13), "Resize": max(opset, 13)}.get(
-        text.split()[2].split("<")[0], opset
-    )
+    assert version == {"Softmax": max(opset, 13), "Resize": max(opset, 13)}.get(text.split()[2].split("<")[0], opset)

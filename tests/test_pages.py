@@ -367,9 +367,7 @@ def written_run(number: int, overrides: list[str], losses: list[float | None], *
         {"epoch": i, "step": i, "loss": 2.0, "validation_loss": x, "accuracy": 0.5, "seconds": 1.0}
         for i, x in enumerate(losses, 1)
     ]
-    (folder / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(record)}\n" for record in records) + '{"epoch": 9'
-    )
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"epoch": 9')
     if result:
         (folder / "result.json").write_text(json.dumps(result))
 
@@ -398,9 +396,7 @@ def test_the_best_run_comes_first(sweep: None, capsys: pytest.CaptureFixture[str
         ["4", "failed", "adamw", "2"],
     ]
     assert cells[0][-4:] == ["0.5", "0.5", "2", "2"] and cells[-1][-4:] == ["-"] * 4
-    assert (
-        said.startswith("sweep: 6 runs, best by validation loss\n") and "written   sweep/compare.html" in said
-    )
+    assert said.startswith("sweep: 6 runs, best by validation loss\n") and "written   sweep/compare.html" in said
     page = Tables(Path("sweep/compare.html").read_text())
     assert [row[0] for row in page.tables[0][1:]] == [" ".join(row[: len(row) - 6]) for row in cells]
 
@@ -426,9 +422,7 @@ def test_runs_with_different_losses_are_ranked_by_a_metric(capsys: pytest.Captur
     written_run(1, ["loss=cross_entropy"], [0.2], value=0.2)
     comparison.compare("sweep")
     said = capsys.readouterr().out
-    assert (
-        "best by accuracy" in said and said.count("best") == 3
-    )  # the title, and both: their accuracies are equal
+    assert "best by accuracy" in said and said.count("best") == 3  # the title, and both: their accuracies are equal
 
 
 def test_runs_are_ranked_by_the_measure_that_chose_their_epochs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -467,9 +461,7 @@ def test_a_comparison_says_which_option_mattered(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_columns_of_a_comparison_are_sorted_by_their_heads(sweep: None) -> None:
     comparison.compare("sweep")
-    text = re.sub(
-        r'<meta http-equiv="Content-Security-Policy".*?>', "", Path("sweep/compare.html").read_text()
-    )
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", Path("sweep/compare.html").read_text())
     press = "const head = document.querySelectorAll('thead button')[2]; head.focus(); head.click()"
     for script, sizes in ((press, [1, 2, 4, 8, 16, 32]), (f"{press}; head.click()", [32, 16, 8, 4, 2, 1])):
         drawn = browsed(text.replace("</body>", f'<script type="module">{script}</script></body>'))
@@ -539,9 +531,7 @@ def test_charts_hold_for_all_numbers() -> None:
         chart = line_chart("t", [*range(1, len(y) + 1)], {"y": y}, logarithmic=bool(random.integers(2)))
         places = re.findall(r"[ML]([\d.]+) ([\d.e+-]+)", chart)
         assert all(0 <= float(a) <= 1000 and 0 <= float(b) <= 1000 for a, b in places)
-        scatter_chart(
-            "t", [(a or 0.0, b or 0.0) for a, b in zip(y, y[::-1], strict=True)], "x", "y", through="y = x"
-        )
+        scatter_chart("t", [(a or 0.0, b or 0.0) for a, b in zip(y, y[::-1], strict=True)], "x", "y", through="y = x")
     assert line_chart("t", range(9999), {"y": [1.0] * 9999}).count("L") <= MOST_POINTS
 
 

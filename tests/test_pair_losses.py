@@ -19,9 +19,7 @@ import passes
 from graphopt.errors import GraphoptError
 
 RNG = np.random.default_rng(0)
-ROWS = {
-    name: RNG.standard_normal((6, 4)) for name in ("first", "positive", "negative", "negative_2", "other")
-}
+ROWS = {name: RNG.standard_normal((6, 4)) for name in ("first", "positive", "negative", "negative_2", "other")}
 SCORES, SIGNS = RNG.uniform(0, 1, 6), np.array([1.0, -1, 1, -1, -1, 1])
 
 
@@ -35,9 +33,7 @@ def embed(w: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return hidden @ w["fc1.weight"].T + w["fc1.bias"]
 
 
-def ranked(
-    w: dict[str, torch.Tensor], *others: str, scale: float = 20.0, symmetric: bool = False
-) -> torch.Tensor:
+def ranked(w: dict[str, torch.Tensor], *others: str, scale: float = 20.0, symmetric: bool = False) -> torch.Tensor:
     a, p, *n = (F.normalize(embed(w, name)) for name in ("first", "positive", *others))
     here = torch.arange(len(a))
     forward = F.cross_entropy(scale * a @ torch.cat([p, *n]).T, here, reduction="none")
@@ -119,9 +115,7 @@ def test_a_pair_loss_fits_evaluates_and_exports(name: str) -> None:
     """Rows of a pair stay together when `fit` shuffles them, and prediction reads the first of them alone."""
     loss = LOSSES[name][0]
     executor = graphopt.Executor(graphopt.compile(mlp(), loss=loss, optimizer=passes.AdamW(0.05)), threads=1)
-    many = {
-        key: np.tile(x, (8, *[1] * (x.ndim - 1))) for key, x in fed(loss, executor.model, np.float32).items()
-    }
+    many = {key: np.tile(x, (8, *[1] * (x.ndim - 1))) for key, x in fed(loss, executor.model, np.float32).items()}
     rest = {key: x[:6] for key, x in many.items()}
     before = executor.evaluate(rest)["loss"]
     records = graphopt.fit(executor, many, epochs=10, batch_size=6, validation=rest)
@@ -162,9 +156,7 @@ LM = """g (int64[N,S] input_ids) => (NUMBER[N,S,11] logits) {
 TOKENS = {name: RNG.integers(0, V, (4, S)) for name in ("input_ids", "input_ids_rejected")}
 MASKS = {
     "completion_mask": np.array([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 1, 0]]),
-    "completion_mask_rejected": np.array(
-        [[0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]
-    ),
+    "completion_mask_rejected": np.array([[0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]),
 }
 
 
@@ -272,8 +264,7 @@ def test_dpo_with_adapters_has_the_same_file_without_them_as_its_reference() -> 
     losses = [executor.step(feeds)["loss"] for _ in range(10)]
     assert losses[0] == pytest.approx(np.log(2), rel=1e-6)
     weights = {
-        x.name: torch.tensor(onnx.numpy_helper.to_array(x).astype(float))
-        for x in executor.trained().graph.initializer
+        x.name: torch.tensor(onnx.numpy_helper.to_array(x).astype(float)) for x in executor.trained().graph.initializer
     }
     expected = preference(weights, torch_weights(language_model()), {"beta": 0.5})
     assert executor.evaluate(feeds)["loss"] == pytest.approx(expected.item(), rel=2e-5)
@@ -297,9 +288,7 @@ def test_distillation_is_pytorchs(source: str, alpha: float, tmp_path: Any) -> N
     student, teacher = mlp(dtype=np.float64), mlp((4, 16, 3), dtype=np.float64, seed=5)
     graphopt.save(teacher, tmp_path / "teacher.onnx")
     logits, labels = graphopt.run(teacher, {"x": ROWS["first"]})["y"], np.arange(6) % 3
-    loss = passes.Distillation(
-        tmp_path / "teacher.onnx" if source == "file" else None, temperature=3.0, alpha=alpha
-    )
+    loss = passes.Distillation(tmp_path / "teacher.onnx" if source == "file" else None, temperature=3.0, alpha=alpha)
     step = graphopt.compile(student, loss=loss, optimizer=passes.SGD(1.0))
     given = {"teacher": logits, "target": labels, "x": ROWS["first"]}
     feeds = {str(x.name): given[str(x.name)] for x in step.graph.inputs if x.name in given}
@@ -309,9 +298,7 @@ def test_distillation_is_pytorchs(source: str, alpha: float, tmp_path: Any) -> N
     (outputs,) = run(step, 1, feeds)
     np.testing.assert_allclose(outputs["loss"], expected.item(), rtol=1e-7)
     for key, w in weights.items():
-        np.testing.assert_allclose(
-            outputs[f"{key}.next"], (w - w.grad).detach().numpy(), rtol=1e-6, atol=1e-9
-        )
+        np.testing.assert_allclose(outputs[f"{key}.next"], (w - w.grad).detach().numpy(), rtol=1e-6, atol=1e-9)
     assert {str(x.name) for x in step.graph.inputs if "teacher/" in str(x.name)} == set()
     executor = graphopt.Executor(step)
     assert {x.name for x in executor.trained().graph.initializer} == set(weights)
@@ -319,16 +306,12 @@ def test_distillation_is_pytorchs(source: str, alpha: float, tmp_path: Any) -> N
 
 def test_distillation_has_another_loss_and_its_ignored_labels() -> None:
     hard = passes.CrossEntropy(ignore_index=2)
-    step = graphopt.compile(
-        mlp(dtype=np.float64), loss=passes.Distillation(loss=hard), optimizer=passes.SGD(1.0)
-    )
+    step = graphopt.compile(mlp(dtype=np.float64), loss=passes.Distillation(loss=hard), optimizer=passes.SGD(1.0))
     labels, teacher = np.array([0, 2, 1, 2, 2, 0]), RNG.standard_normal((6, 3))
     (outputs,) = run(step, 1, {"x": ROWS["first"], "teacher": teacher, "target": labels})
     kept = labels != 2
     logits = embed(torch_weights(mlp(dtype=np.float64)), "first")[kept]
-    soft = F.kl_div(
-        (logits / 2).log_softmax(-1), (torch.tensor(teacher[kept]) / 2).softmax(-1), reduction="batchmean"
-    )
+    soft = F.kl_div((logits / 2).log_softmax(-1), (torch.tensor(teacher[kept]) / 2).softmax(-1), reduction="batchmean")
     expected = 0.5 * 4 * soft + 0.5 * F.cross_entropy(logits, torch.tensor(labels[kept]))
     np.testing.assert_allclose(outputs["loss"], expected.item(), rtol=1e-7)
 

@@ -143,9 +143,7 @@ def test_equal_initial_biases_stay_apart():
 
 
 def test_a_gradient_that_serves_two_parameters_keeps_two_names():
-    proto = model(
-        "g (float[N,3] x) => (float[N,3] y) { p = Add(a, b)\n y = Add(x, p) }", a=np.ones(3), b=np.ones(3)
-    )
+    proto = model("g (float[N,3] x) => (float[N,3] y) { p = Add(a, b)\n y = Add(x, p) }", a=np.ones(3), b=np.ones(3))
     step = graphopt.compile(proto, loss=passes.MeanSquaredError())
     gradients = run(step, 1, {"x": T, "target": T * 2})[0]
     np.testing.assert_array_equal(gradients["a.grad"], gradients["b.grad"])
@@ -175,9 +173,7 @@ def test_an_invalid_graph_is_refused():
 def test_a_value_without_type_names_its_node():
     proto = model("g (float[N,4] x) => (float[N,4] y) { h = my.domain.Mine(x)\n y = Relu(h) }")
     proto.opset_import.add(domain="my.domain", version=1)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"cannot infer the type of 'h', output of my.domain::Mine node"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"cannot infer the type of 'h', output of my.domain::Mine node"):
         passes.Normalize()(graphopt.load(proto))
 
 
@@ -203,9 +199,7 @@ def test_a_window_that_begins_beyond_the_elements_is_none(declared):
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 17, 20, 21, 22])
 def test_models_of_any_opset_come_to_the_working_one(opset):
-    text = (
-        "g (float[N,4] x) => (float[N,3] y) { h = Gemm(x, w, b)\n s = Sigmoid(h)\n y = Softmax<axis=1>(s) }"
-    )
+    text = "g (float[N,4] x) => (float[N,3] y) { h = Gemm(x, w, b)\n s = Sigmoid(h)\n y = Softmax<axis=1>(s) }"
     proto = model(text, opset=opset, w=np.ones((4, 3)), b=np.ones(3))
     converted = normalized(proto)
     assert converted.opset_imports[""] == 21

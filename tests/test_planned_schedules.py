@@ -49,9 +49,7 @@ def test_adapt_gives_a_schedule_the_steps_of_fit(
 @pytest.mark.filterwarnings("ignore:max_iter")
 def test_estimators_know_the_steps_of_a_fit(schedule: Any) -> None:
     own = {"max_iter": 4, "batch_size": 16}
-    trainer = graphopt.Trainer(
-        models.mlp((4,), 1, hidden=[8]), optimizer=passes.SGD(0.1), schedule=schedule, **own
-    )
+    trainer = graphopt.Trainer(models.mlp((4,), 1, hidden=[8]), optimizer=passes.SGD(0.1), schedule=schedule, **own)
     trainer.predict(X)
     given = graphopt.Trainer(
         models.mlp((4,), 1, hidden=[8]), optimizer=passes.SGD(0.1), schedule=numbered(schedule, 24), **own
@@ -69,9 +67,7 @@ def test_estimators_know_the_steps_of_a_fit(schedule: Any) -> None:
 def test_a_training_whose_length_is_not_known_is_one_line(schedule: Any) -> None:
     kind = type(schedule).__name__
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    with pytest.raises(
-        GraphoptError, match=rf"^{kind}\(steps=None\): expected the number of steps of the training"
-    ):
+    with pytest.raises(GraphoptError, match=rf"^{kind}\(steps=None\): expected the number of steps of the training"):
         graphopt.compile(mlp((4, 8, 1)), **steps)
     trainer = graphopt.Trainer(mlp((4, 8, 1)), schedule=schedule)
     expected = rf"^{kind}\(steps=None\): expected the number of steps of the whole training.*partial_fit"

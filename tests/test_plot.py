@@ -39,9 +39,7 @@ def branches():
 
 
 def training(optimizer=None, **steps):
-    return graphopt.compile(
-        linear(), loss=passes.MeanSquaredError(), optimizer=optimizer or passes.SGD(), **steps
-    )
+    return graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=optimizer or passes.SGD(), **steps)
 
 
 def box(text: str, title: str) -> str:
@@ -170,9 +168,7 @@ def test_long_and_odd_names_stay_in_their_boxes():
     proto = model("g (float[2] x) => (float[2] y) { y = Relu(x) }")
     proto.graph.input[0].name = proto.graph.node[0].input[0] = name
     assert box(graphopt.dot(proto), "/model/layers.0/b..k/block/end&lt;&amp;&gt;?`&quot;")
-    assert '"<b>/model/layers.0/b..k/block/end#60;#38;#62;?#96;#34;</b><br/>float[2]"' in graphopt.mermaid(
-        proto
-    )
+    assert '"<b>/model/layers.0/b..k/block/end#60;#38;#62;?#96;#34;</b><br/>float[2]"' in graphopt.mermaid(proto)
     ET.fromstring(graphopt.plot(proto))
 
 
@@ -227,9 +223,7 @@ def test_large_graphs_are_laid_out_in_haste(monkeypatch):
 
 
 def test_errors_are_one_line(tmp_path, monkeypatch):
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"graph\.jpg: expected \.svg, .*\.mermaid, found '\.jpg'$"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"graph\.jpg: expected \.svg, .*\.mermaid, found '\.jpg'$"):
         graphopt.plot(linear(), path=tmp_path / "graph.jpg")
     with pytest.raises(graphopt.GraphoptError, match=r"graph: expected .*, found 'no ending'$"):
         graphopt.plot(linear(), path=tmp_path / "graph")
@@ -240,9 +234,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch):
     with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
         graphopt.plot(linear(), path=tmp_path / "missing" / "graph.svg")
     monkeypatch.setitem(sys.modules, "pygraphviz", None)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"pygraphviz, found none: pip install pygraphviz, or write \.dot"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"pygraphviz, found none: pip install pygraphviz, or write \.dot"):
         graphopt.plot(linear(), path=tmp_path / "graph.svg")
     assert not list(tmp_path.iterdir())
 

@@ -43,9 +43,7 @@ def test_ppo_is_pytorchs() -> None:
     expected.backward()
     assert outputs["loss"] == pytest.approx(expected.item(), rel=1e-9)
     for key, value in w.items():
-        np.testing.assert_allclose(
-            outputs[f"{key}.next"], (value - value.grad).detach().numpy(), rtol=1e-7, atol=1e-9
-        )
+        np.testing.assert_allclose(outputs[f"{key}.next"], (value - value.grad).detach().numpy(), rtol=1e-7, atol=1e-9)
 
 
 def test_odds_of_a_sure_completion_are_finite() -> None:
@@ -150,9 +148,7 @@ def test_a_model_learns_what_is_rewarded() -> None:
 
 
 @pytest.mark.slow
-def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(tmp_path: Path, monkeypatch: Any) -> None:
     """Rewards of several functions are added, with their weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -243,9 +239,7 @@ def other_executor() -> graphopt.Executor:
 
 def prefetched() -> None:
     executor, options = sampled()
-    graphopt.fit(
-        executor, graphopt.Rollouts(executor, PROMPTS, digits, **options), validation=None, prefetch=1
-    )
+    graphopt.fit(executor, graphopt.Rollouts(executor, PROMPTS, digits, **options), validation=None, prefetch=1)
 
 
 def read(lines: list[Any]) -> data.Dataset:

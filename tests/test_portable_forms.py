@@ -245,9 +245,7 @@ FLOATS = {
     },
     "matrix and vector": "float[N] y) { y = MatMul(x, b) }",
     "two vectors": "float y) { y = MatMul(b, b) }",
-    "vector and matrices": "float[N,Q] y) { t = Transpose<perm=[1,0]>(x) y = MatMul(b, t) }".replace(
-        "[N,Q]", "[N]"
-    ),
+    "vector and matrices": "float[N,Q] y) { t = Transpose<perm=[1,0]>(x) y = MatMul(b, t) }".replace("[N,Q]", "[N]"),
     "triangle": "float[N,6] y) { k = Constant<value=int64 {1}>() y = Trilu(x, k) }",
     "lower triangle": "float[N,6] y) { y = Trilu<upper=0>(x) }",
 }
@@ -393,9 +391,7 @@ def test_arithmetic_on_shapes_stays_in_64_bits():
     assert found["Add"] == ir.DataType.INT32
 
 
-@pytest.mark.parametrize(
-    ("group", "filters", "stays"), [(8, 72, False), (8, 64, True), (8, 8, True), (3, 30, False)]
-)
+@pytest.mark.parametrize(("group", "filters", "stays"), [(8, 72, False), (8, 64, True), (8, 8, True), (3, 30, False)])
 def test_convolutions_that_webgpu_computes_correctly_stay(group, filters, stays):
     proto = model(
         f"""g (float[N,{2 * group},6] x, float[{filters},2,3] w) => (float[N,{filters},P] y) {{

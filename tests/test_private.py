@@ -109,9 +109,7 @@ def of_examples(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> dic
     module, rows = module.double(), []
     for i in range(len(x)):
         row = x[i : i + 1]
-        loss = nn.functional.cross_entropy(
-            module(row if row.dtype == torch.int64 else row.double()), target[i : i + 1]
-        )
+        loss = nn.functional.cross_entropy(module(row if row.dtype == torch.int64 else row.double()), target[i : i + 1])
         rows.append(torch.autograd.grad(loss, [*module.parameters()]))
     stacks = [torch.stack(each).numpy() for each in zip(*rows, strict=True)]
     return dict(zip(dict(module.named_parameters()), stacks, strict=True))
@@ -261,9 +259,7 @@ def test_a_penalty_is_no_examples_gradient_and_a_row_that_is_not_finite_counts_a
         ({"gradient": passes.Gradient}, "expected gradients of clipped examples"),
     ],
 )
-def test_what_is_not_private_is_refused(
-    change: dict[str, Callable[[], passes.GradientSource]], message: str
-) -> None:
+def test_what_is_not_private_is_refused(change: dict[str, Callable[[], passes.GradientSource]], message: str) -> None:
     steps = {
         "loss": passes.CrossEntropy,
         "gradient": passes.PrivateGradient,
@@ -340,11 +336,7 @@ def test_norms_are_those_of_rows_alone(x: str, nodes: str, shapes: dict[str, tup
     used = {name: value for name, value in constants.items() if f", {name})" in nodes}
     file = model(f"g ({x} x) => (float[N,3] y) {{ {nodes} }}", **weights, **used)
     sizes = [5, *map(int, x[x.index("N") + 2 : -1].split(","))]
-    fed = (
-        random.standard_normal(sizes).astype(np.float32)
-        if x[0] == "f"
-        else random.integers(0, 4, sizes, np.int32)
-    )
+    fed = random.standard_normal(sizes).astype(np.float32) if x[0] == "f" else random.integers(0, 4, sizes, np.int32)
     data = {"x": fed, "target": np.arange(5) % 3}
     step = graphopt.compile(file, loss=passes.CrossEntropy(), gradient=passes.PrivateGradient())
     alone = graphopt.compile(file, loss=passes.CrossEntropy(), clip=passes.GradientNorm())
@@ -369,9 +361,7 @@ def test_examples_of_float64_are_those_of_pytorch() -> None:
 
 
 def test_inputs_of_different_open_axes_are_refused() -> None:
-    text = (
-        "g (float[M,3] a, float[N,3] x) => (float[N,2] y, float[M,2] z) { y = MatMul(x, w) z = MatMul(a, w) }"
-    )
+    text = "g (float[M,3] a, float[N,3] x) => (float[N,2] y, float[M,2] z) { y = MatMul(x, w) z = MatMul(a, w) }"
     with pytest.raises(GraphoptError, match="share the axis of the rows"):
         graphopt.compile(
             model(text, w=np.ones((3, 2), np.float32)),
@@ -388,9 +378,7 @@ def test_inputs_of_different_open_axes_are_refused() -> None:
     ],
 )
 def test_what_makes_noise_too_small_is_refused(change: dict[str, Any], message: str) -> None:
-    private_step(
-        accumulate=passes.Accumulate(2), clip=[passes.GaussianNoise(1.0), passes.ClipGlobalNorm(1.0)]
-    )
+    private_step(accumulate=passes.Accumulate(2), clip=[passes.GaussianNoise(1.0), passes.ClipGlobalNorm(1.0)])
     with pytest.raises(GraphoptError, match=message):
         private_step(**change)
 
@@ -398,18 +386,14 @@ def test_what_makes_noise_too_small_is_refused(change: dict[str, Any], message: 
 def test_private_gradients_are_refused_with_several_workers_and_without_a_key() -> None:
     with pytest.raises(GraphoptError, match="train on one worker"):
         graphopt.split_step(
-            graphopt.standard(
-                loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(), optimizer=passes.SGD(0.1)
-            ),
+            graphopt.standard(loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(), optimizer=passes.SGD(0.1)),
             models.mlp((4,), 3),
         )
     with pytest.raises(NonFiniteLoss):
         graphopt.Executor(private_step()).step(data_of(6))
 
 
-def poisson(
-    executor: graphopt.Executor, *callbacks: graphopt.Callback, **options: Any
-) -> list[dict[str, Any]]:
+def poisson(executor: graphopt.Executor, *callbacks: graphopt.Callback, **options: Any) -> list[dict[str, Any]]:
     options = {"epochs": 1, "batch_size": 30, "sampling": "poisson", "validation": None, **options}
     return graphopt.fit(executor, data_of(300), callbacks=callbacks, **options)
 

@@ -57,9 +57,7 @@ def test_onnxscript_has_the_folding_that_infers_a_node_by_a_method() -> None:
 
 
 def test_onnxscript_s_rules_have_the_pattern_by_whose_operators_they_are_tried() -> None:
-    version = (
-        f"onnxscript {metadata.version('onnxscript')}: the pattern of a rule, of graphopt/graph/rules.py"
-    )
+    version = f"onnxscript {metadata.version('onnxscript')}: the pattern of a rule, of graphopt/graph/rules.py"
     rule = RewriteRule(lambda op, x: op.Neg(op.Abs(x)), lambda op, x: op.Identity(x))
     (root,) = rule._target_pattern.output_nodes
     for pattern, op_type in ((root, "Neg"), (root.inputs[0].producer(), "Abs")):

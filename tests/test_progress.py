@@ -96,9 +96,7 @@ def test_bars_keep_up_with_short_epochs(monkeypatch: pytest.MonkeyPatch) -> None
     for record in records:  # each of which takes less time than two pictures are apart
         losses = [x["validation_loss"] for x in records[: record["epoch"]]]
         told = f"{record['epoch']}/4 "
-        assert any(
-            bar.startswith(told) and f"best validation loss {min(losses):.4f} in" in bar for bar in bars
-        )
+        assert any(bar.startswith(told) and f"best validation loss {min(losses):.4f} in" in bar for bar in bars)
 
 
 class Display:
@@ -135,9 +133,7 @@ def test_output_for_programs_is_plain() -> None:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
         environment = {name: x for name, x in os.environ.items() if name not in terminal._ASKED}
-        subprocess.run(
-            [sys.executable, "-c", code], stdout=theirs, env={**environment, "TERM": "xterm"}, check=True
-        )
+        subprocess.run([sys.executable, "-c", code], stdout=theirs, env={**environment, "TERM": "xterm"}, check=True)
         said.append(os.read(ours, 100).decode().strip())
     assert said == ["False", "True"]
 

@@ -293,15 +293,11 @@ def test_a_stale_memory_is_one_line(memory: str, parts: None, monkeypatch: pytes
         again()
     with strict(), pytest.raises(graphopt.GraphoptError) as error:
         again()
-    assert str(error.value).startswith(
-        f"{memory.rstrip(',')}: expected the graph that is made anew, found another one"
-    )
+    assert str(error.value).startswith(f"{memory.rstrip(',')}: expected the graph that is made anew, found another one")
 
 
 def test_a_fresh_memory_is_silent(parts: None) -> None:
-    step = graphopt.compile(
-        models.mlp((4,), 2, hidden=[64]), loss=MSE, optimizer=passes.AdamW(), average=passes.EMA()
-    )
+    step = graphopt.compile(models.mlp((4,), 2, hidden=[64]), loss=MSE, optimizer=passes.AdamW(), average=passes.EMA())
     with strict():
         for _ in range(2):
             for target in ("onnxruntime", "portable", "webgpu"):

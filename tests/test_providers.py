@@ -59,9 +59,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 def test_a_kind_of_ones_own_trains_as_the_cpu_does(kind: type[Provider], options: dict[str, Any]) -> None:
     step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.01))
     feeds = {"x": X, "target": TARGET}
-    own = graphopt.Executor(
-        step, device=f"{kind.kind}:1", provider_options={"spins": 1}, native=None, **options
-    )
+    own = graphopt.Executor(step, device=f"{kind.kind}:1", provider_options={"spins": 1}, native=None, **options)
     cpu = graphopt.Executor(step, native=False)
     reported = [[each["loss"] for each in executor.run([feeds] * 4)] for executor in (own, cpu)]
     np.testing.assert_allclose(*reported, rtol=1e-5)

@@ -41,9 +41,7 @@ def test_masks_are_those_of_pytorch(sparsity: float) -> None:
         modules.append(module)
     found = masks_of(steps.compiled(proto, prune=passes.Prune(sparsity, scope="global")))
     prune.global_unstructured([(m, "weight") for m in modules], prune.L1Unstructured, amount=sparsity)
-    assert all(
-        np.array_equal(found[n], m.weight_mask.numpy() > 0) for n, m in zip(WEIGHTS, modules, strict=True)
-    )
+    assert all(np.array_equal(found[n], m.weight_mask.numpy() > 0) for n, m in zip(WEIGHTS, modules, strict=True))
     step = steps.compiled(proto, prune=passes.Prune(sparsity))
     for name in WEIGHTS:
         module = torch.nn.Module()
@@ -75,9 +73,7 @@ def test_channels_are_those_of_pytorch_and_their_biases_and_normalization_follow
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 2), (3, 8)])
-def test_the_largest_n_of_m_neighbours_that_a_product_sums_over_are_kept(
-    n: int, m: int, transposed: bool
-) -> None:
+def test_the_largest_n_of_m_neighbours_that_a_product_sums_over_are_kept(n: int, m: int, transposed: bool) -> None:
     w = RNG.standard_normal((16, 6))
     node = "y = Gemm<transB=1>(x, w)" if transposed else "y = MatMul(x, w)"
     proto = model(f"g (float[N,16] x) => (float[N,6] y) {{ {node} }}", w=w.T.copy() if transposed else w)
@@ -269,9 +265,7 @@ def test_a_schedule_longer_than_the_run_is_told_and_no_epoch_before_its_end_is_t
     data = {"x": np.tile(FEEDS["x"], (4, 1)), "target": np.tile(FEEDS["target"], (4, 1))}
     options = {"batch_size": 16, "validation": 0.25, "verbose": False}
     executor = steps.executor(mlp(), prune=passes.Prune(0.5, end=60, every=1))
-    with pytest.warns(
-        UserWarning, match=r"expected 60 updates, found 30: 0\.4\d\d of the weights are 0 in place of"
-    ):
+    with pytest.warns(UserWarning, match=r"expected 60 updates, found 30: 0\.4\d\d of the weights are 0 in place of"):
         graphopt.fit(executor, data, epochs=10, **options)
     executor = steps.executor(mlp(), prune=passes.Prune(0.5, end=20, every=1))
     stopping = graphopt.callbacks.EarlyStopping(patience=100)
@@ -373,9 +367,7 @@ def test_a_bias_of_zeros_that_layers_share_joins_no_channels() -> None:
     small = graphopt.remove_channels(trained)
     shapes = {name: weights(small)[name].shape for name in ("k0", "k1", "k2", "w")}
     assert shapes == {"k0": (3, 2, 2, 2), "k1": (3, 3, 2, 2), "k2": (3, 3, 2, 2), "w": (3, 3)}
-    np.testing.assert_allclose(
-        steps.outputs(small, feeds)["y"], steps.outputs(trained, feeds)["y"], atol=1e-5
-    )
+    np.testing.assert_allclose(steps.outputs(small, feeds)["y"], steps.outputs(trained, feeds)["y"], atol=1e-5)
 
 
 def test_channels_that_have_to_stay_are_named() -> None:
@@ -385,9 +377,7 @@ def test_channels_that_have_to_stay_are_named() -> None:
         a = MatMul(x, w) b = Softmax(a) c = MatMul(b, v)
         d = MatMul(x, u) e = Sigmoid(d) f = MatMul(e, s) y = Add(c, f) }"""
     proto = model(text, w=w, u=w, v=RNG.standard_normal((6, 3)), s=RNG.standard_normal((6, 3)))
-    with pytest.warns(
-        UserWarning, match=r"2 of 'w', since Softmax node .* reads it, 2 of 'u', since Sigmoid node"
-    ):
+    with pytest.warns(UserWarning, match=r"2 of 'w', since Softmax node .* reads it, 2 of 'u', since Sigmoid node"):
         small = graphopt.remove_channels(proto)
     assert {name: x.shape for name, x in weights(small).items()} == {
         name: x.shape for name, x in weights(proto).items()
@@ -411,9 +401,7 @@ def test_a_layer_of_zeros_keeps_one_channel_and_a_weight_with_two_readers_stays(
 def test_a_constant_added_to_a_channel_keeps_it() -> None:
     w, b = RNG.standard_normal((4, 3)), np.array([0.0, 0.5, 0.0])
     w[:, :2] = 0
-    text = (
-        "g (float[N,4] x) => (float[N,2] y) { a = MatMul(x, w) c = Add(a, b) d = Relu(c) y = MatMul(d, v) }"
-    )
+    text = "g (float[N,4] x) => (float[N,2] y) { a = MatMul(x, w) c = Add(a, b) d = Relu(c) y = MatMul(d, v) }"
     proto = model(text, w=w, b=b, v=RNG.standard_normal((3, 2)))
     small = graphopt.remove_channels(proto)
     assert {name: x.shape for name, x in weights(small).items()} == {"w": (4, 2), "b": (2,), "v": (2, 2)}
@@ -443,9 +431,7 @@ def quantized(form: str, folder: Any) -> onnx.ModelProto:
 def test_a_quantized_file_stays_as_it_is(form: str, tmp_path: Any) -> None:
     before = quantized(form, tmp_path)
     small = graphopt.remove_channels(before)
-    assert [(x.name, x.dims) for x in small.graph.initializer] == [
-        (x.name, x.dims) for x in before.graph.initializer
-    ]
+    assert [(x.name, x.dims) for x in small.graph.initializer] == [(x.name, x.dims) for x in before.graph.initializer]
     np.testing.assert_array_equal(steps.outputs(small, FEEDS)["y"], steps.outputs(before, FEEDS)["y"])
 
 
@@ -522,9 +508,7 @@ def test_filters_become_those_of_two_convolutions() -> None:
     np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-5, atol=1e-5)
     losses = steps.losses(executor, {"x": x, "target": np.zeros_like(expected)}, 3)
     assert losses[-1] < losses[0]
-    grouped = model(
-        "g (float[N,4,9,9] x) => (float[N,4,9,9] y) { y = Conv<group=4>(x, w) }", w=w[:4, :1, None, None]
-    )
+    grouped = model("g (float[N,4,9,9] x) => (float[N,4,9,9] y) { y = Conv<group=4>(x, w) }", w=w[:4, :1, None, None])
     with pytest.raises(GraphoptError, match="expected weights of MatMul, Gemm or Conv that become smaller"):
         steps.compiled(grouped, quantize=passes.LowRank(rank=1))
 
@@ -538,9 +522,7 @@ def test_a_weight_that_would_not_become_smaller_stays() -> None:
     chosen = passes.LowRank(rank=4)
     step = steps.compiled(mlp((32, 32, 3)), quantize=chosen)
     assert {x.name for x in step.graph.inputs if x.name.endswith("low_rank")} == {"fc0.weight.low_rank"}
-    with pytest.raises(
-        GraphoptError, match="weights of MatMul, Gemm or Conv that become smaller, found none"
-    ):
+    with pytest.raises(GraphoptError, match="weights of MatMul, Gemm or Conv that become smaller, found none"):
         steps.compiled(mlp(), quantize=chosen)
     for options in ({}, {"rank": 2, "energy": 0.5}):
         with pytest.raises(GraphoptError, match="LowRank: expected rank or energy"):

@@ -35,9 +35,7 @@ def fake(kind: str, dims: str, zero: np.ndarray, **attributes: int) -> onnx.Mode
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "zero", "scale"), [("int8", 3, 0.011), ("uint8", 100, 0.02), ("int4", 2, 0.3)]
-)
+@pytest.mark.parametrize(("kind", "zero", "scale"), [("int8", 3, 0.011), ("uint8", 100, 0.02), ("int4", 2, 0.3)])
 def test_gradients_are_those_of_pytorchs_learned_scale(kind: str, zero: int, scale: float) -> None:
     """Numbers out of range are among them."""
     low, high = RANGES[kind]
@@ -55,10 +53,7 @@ def test_gradients_are_those_of_pytorchs_learned_scale(kind: str, zero: int, sca
 def test_what_rounds_into_the_range_is_in_it(kind: str, zero: int) -> None:
     """Less than half a step beyond the last integer has a gradient, and more has none."""
     low, high = RANGES[kind]
-    steps = (
-        np.array([high - 0.6, high + 0.4, high + 0.6, low + 0.6, low - 0.4, low - 0.6] * 4).reshape(4, 6)
-        - zero
-    )
+    steps = np.array([high - 0.6, high + 0.4, high + 0.6, low + 0.6, low - 0.4, low - 0.6] * 4).reshape(4, 6) - zero
     given = (0.25 * steps).astype(np.float32)
     x = torch.tensor(given, requires_grad=True)
     torch.fake_quantize_per_tensor_affine(x, 0.25, zero, low, high).backward(torch.tensor(SEED))
@@ -106,9 +101,7 @@ def test_each_block_has_a_scale(size: int) -> None:
     inside = (np.rint(steps) >= -128) & (np.rint(steps) <= 127)
     slope = np.where(inside, np.rint(steps) - steps, np.clip(np.rint(steps), -128, 127))
     np.testing.assert_allclose(found["x.grad"], SEED * inside, rtol=1e-6)
-    np.testing.assert_allclose(
-        found["s.grad"], np.add.reduceat(SEED * slope, [0, size], axis=1), rtol=2e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(found["s.grad"], np.add.reduceat(SEED * slope, [0, size], axis=1), rtol=2e-4, atol=1e-5)
 
 
 def test_a_dynamic_range_is_that_of_the_numbers() -> None:
@@ -164,9 +157,7 @@ def test_a_weight_behind_a_scale_of_16_bits_trains_as_behind_one_of_32(kind: typ
     x, target = np.round(X), np.zeros((4, 3))
     masters = []
     for dtype in (np.float16, np.float32):
-        step = graphopt.compile(
-            stored(dtype, kind), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01)
-        )
+        step = graphopt.compile(stored(dtype, kind), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
         executor = graphopt.Executor(step, threads=1, native=False)
         executor.step(x=x.astype(dtype), target=target.astype(dtype))
         masters.append(executor.state["q"])
@@ -178,13 +169,9 @@ def test_a_weight_behind_a_scale_of_16_bits_trains_as_behind_one_of_32(kind: typ
 
 @pytest.mark.parametrize("unfreeze", ["*", "scale", ["q", "scale"]])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_a_weight_and_its_scale_do_not_train_together(
-    dtype: type[np.floating], unfreeze: str | list[str]
-) -> None:
+def test_a_weight_and_its_scale_do_not_train_together(dtype: type[np.floating], unfreeze: str | list[str]) -> None:
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01)}
-    with pytest.raises(
-        GraphoptError, match=r"'q' with 'scale': add the names of one kind to freeze.*\['scale'\]"
-    ):
+    with pytest.raises(GraphoptError, match=r"'q' with 'scale': add the names of one kind to freeze.*\['scale'\]"):
         graphopt.compile(stored(dtype), parameters=passes.Parameters(unfreeze=unfreeze), **steps)
     for trained, frozen in (("q", "scale"), ("scale", "q")):
         parameters = passes.Parameters(unfreeze=unfreeze, freeze=frozen)
@@ -210,7 +197,5 @@ def test_products_of_integers_in_other_forms_are_refused(nodes: str) -> None:
         onnx.numpy_helper.from_array(np.ones((6, 3), np.uint8), "w"),
         onnx.numpy_helper.from_array(np.float32(0.5), "v"),
     )
-    with pytest.raises(
-        GraphoptError, match=f"^cannot lower .*MatMulInteger.*: .*{PRODUCTS_OF_INTEGERS[nodes]}"
-    ):
+    with pytest.raises(GraphoptError, match=f"^cannot lower .*MatMulInteger.*: .*{PRODUCTS_OF_INTEGERS[nodes]}"):
         gradient_model(model)

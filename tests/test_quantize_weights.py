@@ -213,9 +213,7 @@ def test_frozen_weights_of_qdq_files_stay_integers(form, kind, zero):
     x, t = (RNG.standard_normal((5, n)).astype(np.float32) for n in (64, 24))
     gain = torch.tensor(executor.parameters["gain"], requires_grad=True)
     y = (torch.tensor(x) * gain) @ w
-    np.testing.assert_allclose(
-        executor.predict(x0=x)["y"], y.detach(), rtol=1e-5, atol=1e-6 * float(y.abs().max())
-    )
+    np.testing.assert_allclose(executor.predict(x0=x)["y"], y.detach(), rtol=1e-5, atol=1e-6 * float(y.abs().max()))
     optimizer = torch.optim.SGD([gain], 0.05)
     for _ in range(5):
         optimizer.zero_grad()
@@ -225,10 +223,7 @@ def test_frozen_weights_of_qdq_files_stay_integers(form, kind, zero):
         np.testing.assert_allclose(executor.step(x0=x, target=t)["loss"], loss.item(), rtol=1e-6)
     assert sum(node.op_type == "DequantizeLinear" for node in step.graph) == 2
     assert step.graph.initializers["q"].dtype is dtype
-    assert (
-        max(v.const_value.size for v in step.graph.initializers.values() if v.dtype is ir.DataType.FLOAT)
-        <= 64
-    )
+    assert max(v.const_value.size for v in step.graph.initializers.values() if v.dtype is ir.DataType.FLOAT) <= 64
 
 
 @pytest.mark.slow

@@ -47,9 +47,7 @@ def near_a_kink(model: ir.Model, point: NamedArrays, seeds: NamedArrays, expecte
     """Tell whether the gradient jumps when all inputs move a little, so that float32 may be on the other side."""
     random = np.random.default_rng(0)
     moved = {name: x + 1e-5 * random.standard_normal(x.shape) for name, x in point.items()}
-    return not all(
-        distance(pytorch(model, moved, seeds)[1][name], x, 1e-3) < 1e-2 for name, x in expected.items()
-    )
+    return not all(distance(pytorch(model, moved, seeds)[1][name], x, 1e-3) < 1e-2 for name, x in expected.items())
 
 
 def differences(found: NamedArrays, expected: NamedArrays, tolerance: float, where: str) -> list[str]:

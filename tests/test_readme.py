@@ -116,9 +116,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable
     return run
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 @pytest.mark.slow
 def test_the_python_blocks_run(page: Path, folder_of: Callable[[Path], Path]) -> None:
     folder_of(page)
@@ -129,9 +127,7 @@ def test_the_first_example_prints_what_the_page_says(folder_of: Callable[[Path],
     assert {"my.onnx", "step.onnx", "trained.onnx"} <= set(os.listdir(folder))
     printed = (folder / "printed.txt").read_text()
     loss, accuracy = map(float, re.findall(r"\d\.\d+", printed))
-    said = map(
-        float, re.findall(r"prints `loss (\d\.\d+), accuracy (\d\.\d+)`", (ROOT / "README.md").read_text())[0]
-    )
+    said = map(float, re.findall(r"prints `loss (\d\.\d+), accuracy (\d\.\d+)`", (ROOT / "README.md").read_text())[0])
     assert (loss, accuracy) == pytest.approx(tuple(said), abs=0.015)
 
 
@@ -239,9 +235,7 @@ def test_the_table_of_passes_is_the_docstring_of_compile() -> None:
     steps = described(graphopt.compile)
     del steps["model"], steps["rules"]
     assert list(steps) == list(compiler.STANDARD)
-    by_default = {
-        name for name, text in steps.items() if re.search(r"`passes\.\w+\([^)]*\)` by default", text)
-    }
+    by_default = {name for name, text in steps.items() if re.search(r"`passes\.\w+\([^)]*\)` by default", text)}
     assert by_default == set(compiler.standard())
     rows = ["| step | what it does |", "|---|---|", *(f"| {name} | {text} |" for name, text in steps.items())]
     page = ROOT / "examples/guides/passes.md"

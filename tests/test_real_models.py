@@ -211,9 +211,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if "cls" in x else pytest.mark.exhaustive) for x in IMAGES]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if "cls" in x else pytest.mark.exhaustive) for x in IMAGES])
 @pytest.mark.slow
 def test_a_reader_of_text_in_images_is_fine_tuned(name: str) -> None:
     model = pretrained("rapidocr", f"models/{name}.onnx")

@@ -27,9 +27,7 @@ from graphopt.runtime.executor_options import ExecutorOptions
 
 FOLDER = Path(recipes.__file__).parent
 FILES = sorted(
-    path
-    for path in FOLDER.glob("*/*.yaml")
-    if path.parent.name not in ("experiment", "sweep") and path.stem != "base"
+    path for path in FOLDER.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep") and path.stem != "base"
 )
 EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 REQUIRED = {  # what a recipe leaves to be set, for the test to set
@@ -53,9 +51,7 @@ def defaults(target: Any) -> dict[str, Any]:
     """Return a signature's fields and defaults as YAML has them."""
     if dataclasses.is_dataclass(target):
         found = {
-            field.name: field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory()
+            field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             for field in dataclasses.fields(target)
         }
     else:
@@ -146,10 +142,7 @@ def test_every_field_is_described(path: Path) -> None:
         return
     recipe: Any = OmegaConf.to_container(composed(f"{path.parent.name}={path.stem}"), resolve=False)
     for place, _, text in fields(recipe):
-        if (
-            place.split(".")[0] in (path.parent.name, "fit", "models", "parameters", "pipeline")
-            or "." not in place
-        ):
+        if place.split(".")[0] in (path.parent.name, "fit", "models", "parameters", "pipeline") or "." not in place:
             assert len(text) > 3, place
 
 
@@ -191,9 +184,7 @@ def test_every_pass_and_every_option_of_an_executor_is_in_a_test() -> None:
 def test_the_primary_config_has_the_standard_pipeline() -> None:
     config = OmegaConf.load(FOLDER / "graphopt.yaml")
     chosen = {group: option for one in config.defaults if one != "_self_" for group, option in one.items()}
-    steps = {
-        name: step for name, step in OmegaConf.to_container(config.pipeline).items() if name != "_target_"
-    }
+    steps = {name: step for name, step in OmegaConf.to_container(config.pipeline).items() if name != "_target_"}
     assert list(steps) == list(STANDARD)
     standard = graphopt.standard()
     for name in STANDARD:
@@ -213,9 +204,7 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
     for node in config["models"].values():
         expected = {**defaults(pkgutil.resolve_name(node["_target_"])), "outputs": None}
         written = {name: value for name, value in node.items() if name not in ("_target_", "seed")}
-        assert written == {
-            name: value for name, value in expected.items() if name not in ("features", "seed")
-        }
+        assert written == {name: value for name, value in expected.items() if name not in ("features", "seed")}
     expected = defaults(pkgutil.resolve_name("graphopt.training.fit:fit"))
     expected = {
         name: value

@@ -75,9 +75,7 @@ def case(name, budgets, **steps):
             network,
             training=passes.TrainingMode(),
             loss=loss,
-            recompute=None
-            if budget is None
-            else passes.Recompute(None if budget == "least" else budget, len(x)),
+            recompute=None if budget is None else passes.Recompute(None if budget == "least" else budget, len(x)),
             **{"optimizer": passes.SGD(0.05, momentum=0.9), **steps},
         )
         for budget in budgets
@@ -145,8 +143,7 @@ def test_random_numbers_are_drawn_once():
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
     plain, other = (graphopt.compile(proto, **steps, recompute=one) for one in (None, passes.Recompute()))
     counts = [
-        [sum(n.op_type == op for n in step.graph) for op in ("Tanh", "RandomUniformLike")]
-        for step in (plain, other)
+        [sum(n.op_type == op for n in step.graph) for op in ("Tanh", "RandomUniformLike")] for step in (plain, other)
     ]
     assert counts[0] == [6, 6]
     assert counts[1][0] > 6 and counts[1][1] == 6
@@ -158,11 +155,7 @@ def test_what_is_not_finite_ties_segments_all_the_same(bad):
     (plain, other), feeds = case("mlp", [None, "least"])
     feeds["x"][0, 0] = bad
     losses = [graphopt.Executor(graph, on_nonfinite="warn") for graph in (plain, other)]
-    with (
-        pytest.warns(UserWarning, match="expected a finite loss")
-        if np.isnan(bad)
-        else contextlib.nullcontext()
-    ):
+    with pytest.warns(UserWarning, match="expected a finite loss") if np.isnan(bad) else contextlib.nullcontext():
         plain, other = (each.step(feeds)["loss"] for each in losses)
     np.testing.assert_equal(other, plain)
 
@@ -179,11 +172,7 @@ def test_every_copy_waits_for_a_gradient():
         if node not in forward and node.op_type in ("LayerNormalization", "Softmax", "Relu")
     ]
     assert rerun
-    assert not [
-        n
-        for n in plain.graph
-        if n not in traversal.forward_nodes(plain) and n.op_type == "LayerNormalization"
-    ]
+    assert not [n for n in plain.graph if n not in traversal.forward_nodes(plain) and n.op_type == "LayerNormalization"]
     for node in rerun:
         assert any(one.op_type == "Less" for one in traversal.ancestors(node.inputs))
 
@@ -209,9 +198,7 @@ def test_updates_come_as_soon_as_their_gradients():
 
 def test_nothing_is_kept_for_its_shape():
     (graph,), _ = case("cnn", [None])
-    inside = [
-        node for node in graph.graph if node.op_type == "Shape" and node.inputs[0].producer() is not None
-    ]
+    inside = [node for node in graph.graph if node.op_type == "Shape" and node.inputs[0].producer() is not None]
     forward = traversal.forward_nodes(graph)
     assert [node for node in graph.graph if node.op_type == "Shape" and node not in forward]
     assert not [node for node in inside if node not in forward]
@@ -223,9 +210,7 @@ def test_bytes_are_those_of_shapes_and_lifetimes():
         "g (float[N,4] x) => (float[N,4] y) { a = Exp(x)  b = Sin(a)  c = Add(b, a)  y = Mul(c, w) }",
         w=np.ones(4),
     )
-    step = graphopt.compile(
-        proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(), simplify=None, fuse=None
-    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(), simplify=None, fuse=None)
     found = memory.estimate(step, {"N": 1000})
     assert found.parameters == 16
     assert found.state == 2 * 16 + 2 * 8  # w and the counter of steps
@@ -256,9 +241,7 @@ def test_sizes_by_name_decide_what_is_recomputed():
     proto = model(text, w=RNG.standard_normal(8))
 
     def step(recompute):
-        return graphopt.compile(
-            proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1), recompute=recompute
-        )
+        return graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1), recompute=recompute)
 
     sizes = {"batch": 1, "tokens": 512}
     steps = [step(recompute) for recompute in (None, passes.Recompute(batch=sizes))]
@@ -267,9 +250,7 @@ def test_sizes_by_name_decide_what_is_recomputed():
     feeds = {name: RNG.standard_normal((2, 5, 8)).astype(np.float32) for name in ("x", "target")}
     losses = [[float(x["loss"]) for x in run(each, 4, feeds)] for each in steps]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"dimension 'tokens' of input 'x': expected its size .* of batch"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"dimension 'tokens' of input 'x': expected its size .* of batch"):
         step(passes.Recompute(batch={"batch": 1}))
 
 
@@ -335,9 +316,7 @@ def test_what_is_wrong_is_said():
             match=rf"Recompute\(budget=.*\): expected a number in \(0, 1\], found {budget}",
         ):
             passes.Recompute(budget)
-    with pytest.raises(
-        graphopt.GraphoptError, match="Recompute needs gradients, found none: run Gradient first"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="Recompute needs gradients, found none: run Gradient first"):
         graphopt.compile(mlp(), loss=passes.MeanSquaredError(), gradient=None, recompute=passes.Recompute())
     with pytest.raises(
         graphopt.GraphoptError,

@@ -123,10 +123,7 @@ def test_resume_needs_no_options(ending: str, capsys: pytest.CaptureFixture[str]
     assert cli.main(["resume=run"]) == 0
     said = capsys.readouterr().out
     assert "complete  nothing to train: the run has its 3 epochs" in said and "trained  " not in said
-    assert (
-        cli.main(["evaluate", "folder=run", "optimizer=sgd", "~pipeline.simplify", "+callbacks.csv=log.csv"])
-        == 0
-    )
+    assert cli.main(["evaluate", "folder=run", "optimizer=sgd", "~pipeline.simplify", "+callbacks.csv=log.csv"]) == 0
     assert "recipe    run\n" in capsys.readouterr().out
 
 
@@ -134,9 +131,7 @@ def test_what_cannot_continue_names_the_fields_and_changes_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     run()
-    kept = {
-        path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.suffix != ".log"
-    }
+    kept = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.suffix != ".log"}
     for option in ("optimizer=adam", "optimizer=sgd", "loss.label_smoothing=0.1", "clip=value"):
         capfd.readouterr()
         assert cli.main(["resume=run", option, "fit.epochs=3"]) == 1
@@ -150,9 +145,7 @@ def test_a_recipe_of_one_s_own_is_known_without_its_folder(capsys: pytest.Captur
     Path("own/experiment").mkdir(parents=True)
     Path("own/optimizer").mkdir()
     Path("own/optimizer/mine.yaml").write_text("_target_: passes.SGD\nlearning_rate: 0.05\n")
-    Path("own/experiment/mine.yaml").write_text(
-        "# @package _global_\ndefaults: [override /optimizer: mine]\n"
-    )
+    Path("own/experiment/mine.yaml").write_text("# @package _global_\ndefaults: [override /optimizer: mine]\n")
     run("--config-dir", "own", "experiment=mine")
     shutil.rmtree("own")
     assert cli.main(["resume=run", "fit.epochs=3"]) == 0
@@ -179,9 +172,7 @@ def test_a_run_of_an_older_version_has_its_resolved_recipe(capsys: pytest.Captur
     assert cli.main(["resume=run", "fit.epochs=3"]) == 0
     assert len(epochs()) == 3
     assert cli.main(["resume=run", "fit.epochs=4", "optimizer.learning_rate=0.5"]) == 0
-    assert (
-        yaml.safe_load(Path("run/config.yaml").read_text())["pipeline"]["optimizer"]["learning_rate"] == 0.5
-    )
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["pipeline"]["optimizer"]["learning_rate"] == 0.5
 
 
 def test_a_file_elsewhere_needs_no_word_in_one_s_own_run_alone(
@@ -196,15 +187,11 @@ def test_a_file_elsewhere_needs_no_word_in_one_s_own_run_alone(
     config = Path("run/.hydra/config.yaml")
     config.write_text(config.read_text().replace("label_smoothing: 0.0", "label_smoothing: 0.1"))
     assert cli.main(["evaluate", "folder=run"]) == 1
-    assert (
-        f"to allow it, say data.path={tmp_path / 'data.npz'} on the command line" in capsys.readouterr().err
-    )
+    assert f"to allow it, say data.path={tmp_path / 'data.npz'} on the command line" in capsys.readouterr().err
     assert cli.main(["evaluate", "folder=run", f"data.path={tmp_path / 'data.npz'}"]) == 0
 
 
-def test_trusted_code_of_one_s_own_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trusted_code_of_one_s_own_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("own_losses.py").write_text("def absolute(op, p, t):\n    return op.Abs(p - t)\n")
     monkeypatch.syspath_prepend(Path.cwd())
     np.savez("train.npz", x=X, target=X[:, :3])
@@ -298,9 +285,7 @@ def test_a_sweep_is_no_run_but_holds_some(capsys: pytest.CaptureFixture[str]) ->
         Path(f"sweep/{run}").mkdir(parents=True)
         Path(f"sweep/{run}/trained.onnx").touch()
     assert cli.main(["evaluate", "folder=sweep"]) == 1
-    assert (
-        "found sweep, which holds runs: name one of them, such as evaluate sweep/0" in capsys.readouterr().err
-    )
+    assert "found sweep, which holds runs: name one of them, such as evaluate sweep/0" in capsys.readouterr().err
 
 
 def test_what_a_sweep_changes_of_a_run_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,9 +182,7 @@ def test_inference_has_the_operator_again(op_type: str, hidden: int) -> None:
     assert [node.op_type for node in trained.graph.node] == [node.op_type for node in proto.graph.node]
     expected = in_onnxruntime(trained, {"x": x})["y"]
     assert np.abs(expected - before).max() > 1e-3
-    np.testing.assert_allclose(
-        executor.step(x=x, target=np.arange(6) % 4)["y"], expected, rtol=1e-4, atol=1e-6
-    )
+    np.testing.assert_allclose(executor.step(x=x, target=np.arange(6) % 4)["y"], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("op_type", GATES)

@@ -58,9 +58,7 @@ def test_different_penalties_of_chosen_parameters_add_up():
     both = [passes.L1(0.3, parameters="w"), passes.L2(0.2, parameters=["b", "nothing"])]
     training = step(regularizer=both)
     outputs = run(training, 1, {"x": X, "target": T})[0]
-    np.testing.assert_allclose(
-        outputs["penalty"], 0.3 * abs(WEIGHTS["w"]).sum() + 0.2 * (WEIGHTS["b"] ** 2).sum()
-    )
+    np.testing.assert_allclose(outputs["penalty"], 0.3 * abs(WEIGHTS["w"]).sum() + 0.2 * (WEIGHTS["b"] ** 2).sum())
     np.testing.assert_allclose(outputs["loss"], outputs["data_loss"] + outputs["penalty"])
     names = [value.name for value in training.graph.outputs]
     assert names[:4] == ["loss", "data_loss", "penalty", "y"]

@@ -82,9 +82,7 @@ def test_versions_agree(backend: types.ModuleType) -> None:
 
 
 def install() -> str:
-    (command,) = [
-        step["run"] for step in STEPS if step["name" if "name" in step else "uses"] == "Install graphopt"
-    ]
+    (command,) = [step["run"] for step in STEPS if step["name" if "name" in step else "uses"] == "Install graphopt"]
     return shlex.split(command)[-1]
 
 
@@ -123,9 +121,7 @@ def test_the_workflow_trains_a_model_again(tmp_path: Path) -> None:
     script = "".join(f"{step['run']}\n" for step in STEPS if step.get("run", "").startswith("graphopt "))
     assert script.count("graphopt ") == 3
     own = {**os.environ, **names, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-e", "-c", command + script], cwd=tmp_path, env=own, capture_output=True, text=True
-    )
+    done = subprocess.run(["bash", "-e", "-c", command + script], cwd=tmp_path, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (uploaded,) = [step["with"]["path"].split() for step in STEPS if "upload" in step.get("uses", "")]
     assert all((tmp_path / path).is_file() for path in uploaded)

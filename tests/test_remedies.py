@@ -30,9 +30,7 @@ def executor(shape: tuple[int, ...] = (3, 6, 6)) -> graphopt.Executor:
 def test_channels_last_are_not_scrambled_by_an_estimator() -> None:
     y = np.arange(20) % 3
     classifier = graphopt.OnnxClassifier(models.mlp((3, 6, 6), 3), max_iter=1)
-    with pytest.raises(
-        GraphoptError, match=r"^X: expected rows of shape \[3, 6, 6\].*X\.transpose\(0, 3, 1, 2\)$"
-    ):
+    with pytest.raises(GraphoptError, match=r"^X: expected rows of shape \[3, 6, 6\].*X\.transpose\(0, 3, 1, 2\)$"):
         classifier.fit(CHANNELS, y)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,9 +87,7 @@ def test_codes_keep_their_zeros(tmp_path: Path) -> None:
 
 def test_codes_that_are_read_as_numbers_are_named(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("zip,target\n" + "".join(f"0000{i % 7},{i}\n" for i in range(40)))
-    with pytest.warns(
-        UserWarning, match=r"column 'zip': '00000' is read as the number 0: data\.columns=auto makes"
-    ):
+    with pytest.warns(UserWarning, match=r"column 'zip': '00000' is read as the number 0: data\.columns=auto makes"):
         data.csv(str(tmp_path / "t.csv"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -108,18 +104,12 @@ def test_codes_of_a_target_are_names_of_classes(tmp_path: Path) -> None:
 def test_one_class_in_all_rows_does_not_train(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,target\n" + "".join(f"{i},yes\n" for i in range(40)))
     read = data.csv(str(tmp_path / "t.csv"))
-    with pytest.raises(
-        GraphoptError, match="expected a target of two classes or more, found 'yes' in all rows"
-    ):
+    with pytest.raises(GraphoptError, match="expected a target of two classes or more, found 'yes' in all rows"):
         graphopt.fit(executor((1,)), read, epochs=1, verbose=False)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "expected"), [((0, 3, 6), "4 of the 7 classes .* are 0, 3, 6"), ((0, 1, 2), "")]
-)
-def test_numbers_of_classes_that_are_left_out_are_told(
-    numbers: Sequence[int], expected: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("numbers", "expected"), [((0, 3, 6), "4 of the 7 classes .* are 0, 3, 6"), ((0, 1, 2), "")])
+def test_numbers_of_classes_that_are_left_out_are_told(numbers: Sequence[int], expected: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,target\n" + "".join(f"{i},{numbers[i % 3]}\n" for i in range(40)))
     read = data.csv(str(tmp_path / "t.csv"))
     model = models.linear((1,), 7)

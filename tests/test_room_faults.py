@@ -89,9 +89,7 @@ def test_an_unknown_category_is_minus_one_and_the_most_frequent_fills():
 
 
 def test_missing_numbers_are_marked():
-    column = graphopt.data.Number(impute="median", scale=None, add_indicator=True).learn(
-        np.array([1.0, 2.0, 9.0])
-    )
+    column = graphopt.data.Number(impute="median", scale=None, add_indicator=True).learn(np.array([1.0, 2.0, 9.0]))
     assert column.encode(np.array([np.nan, 3.0])).tolist() == [[2.0, 1.0], [3.0, 0.0]]
 
 
@@ -165,9 +163,7 @@ def told(callback, losses, **run):
     return rates
 
 
-@pytest.mark.parametrize(
-    "losses", [[1.0, 0.95, 0.94, 0.5, 0.45, 0.44, 0.43, 0.42], [1.0, 1.3, 1.15, 1.0, 0.95, 0.8]]
-)
+@pytest.mark.parametrize("losses", [[1.0, 0.95, 0.94, 0.5, 0.45, 0.44, 0.43, 0.42], [1.0, 1.3, 1.15, 1.0, 0.95, 0.8]])
 def test_the_adaptive_rate_falls_as_in_scikit_learn(losses):
     """BaseSGD counts epochs whose loss is above the best one less the tolerance."""
     found, best, waited, rate = [], np.inf, 0, 1.0
@@ -242,9 +238,7 @@ def test_halves_round_to_even_on_webgpu():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_windows_of_any_number_of_channels_on_webgpu(size):
     x = np.random.default_rng(size).standard_normal((2, 6, 3, 2)).astype(np.float32)
-    text = (
-        f"g (float[N,6,3,2] x) => (float[N,6,3,2] y) {{ y = LRN<size = {size}, alpha = 0.7, beta = 0.6>(x) }}"
-    )
+    text = f"g (float[N,6,3,2] x) => (float[N,6,3,2] y) {{ y = LRN<size = {size}, alpha = 0.7, beta = 0.6>(x) }}"
     found = on_webgpu(text, x=x)
     squares = np.zeros_like(x, float)
     for channel, other in itertools.product(range(6), range(6)):

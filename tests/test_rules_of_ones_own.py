@@ -84,9 +84,7 @@ def test_a_function_gets_a_backward_of_its_own(rule, opset):
 
 def test_without_a_rule_a_function_is_differentiated_through_its_body():
     with pytest.raises(GraphoptError, match="does not depend on 'w'"):
-        graphopt.compile(
-            binarized(), loss=passes.MeanSquaredError(), parameters=passes.Parameters(pattern="*")
-        )
+        graphopt.compile(binarized(), loss=passes.MeanSquaredError(), parameters=passes.Parameters(pattern="*"))
 
 
 def test_an_operator_of_a_foreign_domain_trains_by_its_rule():
@@ -129,9 +127,7 @@ def test_a_rule_gets_the_gradient_of_each_element():
 
 
 def test_a_second_rule_of_an_operator_is_refused():
-    with pytest.raises(
-        GraphoptError, match=r"Relu: expected one rule, found a second: passes\.gradient replaces"
-    ):
+    with pytest.raises(GraphoptError, match=r"Relu: expected one rule, found a second: passes\.gradient replaces"):
         rule("Relu")(lambda op, dy, x: [dy])
 
 
@@ -167,9 +163,7 @@ def test_a_loss_holds_a_value_constant():
     x, target = RNG.standard_normal((6, 4)).astype(np.float32), np.zeros((6, 3), np.float32)
     found = evaluate_reference(compiled, {"x": x, "target": target})
     error = found["y"] - target
-    np.testing.assert_allclose(
-        found["fc1.bias.grad"], (2 * np.abs(error) * error).sum(axis=0) / error.size, rtol=1e-5
-    )
+    np.testing.assert_allclose(found["fc1.bias.grad"], (2 * np.abs(error) * error).sum(axis=0) / error.size, rtol=1e-5)
 
 
 def test_nothing_trains_through_a_stopped_value():

@@ -114,9 +114,7 @@ def test_files_with_choices_run_and_train(name: str) -> None:
     np.testing.assert_allclose(executor.predict(x=X)["y"], expected, rtol=1e-5)
     data = {"x": X, "target": np.zeros_like(X)}
     before = graphopt.evaluate(executor, data)["loss"]
-    assert graphopt.fit(executor, data, epochs=2, validation=None)[0]["loss"] == pytest.approx(
-        before, rel=1e-5
-    )
+    assert graphopt.fit(executor, data, epochs=2, validation=None)[0]["loss"] == pytest.approx(before, rel=1e-5)
     trained = executor.trained()
     assert not has_nested_choices(ir.from_proto(trained))
     found = onnxruntime.InferenceSession(trained.SerializeToString()).run(None, {"x": X})[0]

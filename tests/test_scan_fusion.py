@@ -180,8 +180,7 @@ def assert_parted(case):
     weights = {"w": RNG.standard_normal((3, 3)), "bias": RNG.standard_normal(3)}
     proto = model(text, **{name: array for name, array in weights.items() if name in body})
     feeds = {
-        x.name: RNG.standard_normal([d.dim_value for d in x.type.tensor_type.shape.dim])
-        for x in proto.graph.input
+        x.name: RNG.standard_normal([d.dim_value for d in x.type.tensor_type.shape.dim]) for x in proto.graph.input
     }
     feeds = {name: array.astype(np.float32) for name, array in feeds.items()} | {"yes": np.array(True)}
     plain = graphopt.load(proto)
@@ -192,9 +191,9 @@ def assert_parted(case):
     assert sum(map(len, bodies)) == left
     names = ["last", "y"]
     expected, found = (
-        onnxruntime.InferenceSession(
-            ir.to_proto(m).SerializeToString(), providers=["CPUExecutionProvider"]
-        ).run(names, {x.name: feeds[x.name] for x in m.graph.inputs})
+        onnxruntime.InferenceSession(ir.to_proto(m).SerializeToString(), providers=["CPUExecutionProvider"]).run(
+            names, {x.name: feeds[x.name] for x in m.graph.inputs}
+        )
         for m in (plain, fused)
     )
     for one, other in zip(expected, found, strict=True):

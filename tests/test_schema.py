@@ -44,9 +44,7 @@ COMMANDS = [command for page in PAGES for command in commands(page)]
 
 def errors(recipe: Any, group: str | None = None) -> list[str]:
     schema = SCHEMA if group is None else {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{group}"}
-    return [
-        f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(recipe)
-    ]
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(recipe)]
 
 
 def test_it_is_a_schema() -> None:
@@ -73,9 +71,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
         yield from _nodes(item)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
-)
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_recipes_that_ship_are_valid(path: Path) -> None:
     text = path.read_text()
     is_whole = path.parent == FOLDER or text.startswith("# @package _global_")
@@ -116,9 +112,7 @@ VALUES = [
 ELSEWHERE = {"outputs", "function"}  # null is for the command, and names are of trusted code
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SCHEMA["$defs"] if name.startswith(("graphopt.", "passes."))]
-)
+@pytest.mark.parametrize("name", [name for name in SCHEMA["$defs"] if name.startswith(("graphopt.", "passes."))])
 def test_what_the_command_refuses_is_marked(name: str) -> None:
     fields = SCHEMA["$defs"][name]["properties"]
     for field in fields.keys() - {"_target_", "defaults", *ELSEWHERE}:
@@ -141,10 +135,7 @@ def test_the_recipe_of_the_guide_is_valid_and_runs(
     place.parent.mkdir(parents=True)
     place.write_text(block)
     monkeypatch.chdir(tmp_path)
-    assert (
-        cli.main(["--config-dir", "my_recipes", "experiment=mine", "--cfg", "job", "--package", "optimizer"])
-        == 0
-    )
+    assert cli.main(["--config-dir", "my_recipes", "experiment=mine", "--cfg", "job", "--package", "optimizer"]) == 0
     assert "learning_rate: 0.002" in capsys.readouterr().out
 
 

@@ -132,9 +132,7 @@ def test_a_classifier_trains_and_keeps_its_labels(name, tmp_path):
     proto = converted(estimator, target)
     step = graphopt.compile(proto, loss=loss, optimizer=passes.Adam(1e-3))
     assert not [
-        output
-        for output in step.graph.outputs
-        if output.dtype != ir.DataType.FLOAT and output.name != "step.next"
+        output for output in step.graph.outputs if output.dtype != ir.DataType.FLOAT and output.name != "step.next"
     ]
     graphopt.save(step, tmp_path / "step.onnx")
     executor = graphopt.Executor(tmp_path / "step.onnx")
@@ -160,9 +158,7 @@ def test_a_regressor_trains(name):
     step = graphopt.compile(proto, loss=SQUARES, optimizer=passes.Adam(1e-3))
     executor = graphopt.Executor(step)
     assert kinds(executor.trained()) == kinds(proto)
-    np.testing.assert_allclose(
-        run(executor.trained())["variable"], run(proto)["variable"], rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(run(executor.trained())["variable"], run(proto)["variable"], rtol=1e-4, atol=1e-5)
     target = NUMBER[:, None].astype(np.float32)
     losses = [executor.step(X=X, target=target)["loss"] for _ in range(20)]
     assert losses[-1] < losses[0]
@@ -172,9 +168,7 @@ def test_several_targets_train_to_the_least_squares():
     target = np.stack([NUMBER, IRIS[:, 0] - IRIS[:, 1]], axis=1)
     best = LinearRegression().fit(X, target)
     proto = converted(Ridge(1000.0), target)
-    executor = graphopt.Executor(
-        graphopt.compile(proto, loss=SQUARES, optimizer=passes.SGD(0.3, momentum=0.9))
-    )
+    executor = graphopt.Executor(graphopt.compile(proto, loss=SQUARES, optimizer=passes.SGD(0.3, momentum=0.9)))
     for _ in range(1500):
         executor.step(X=X, target=target.astype(np.float32))
     np.testing.assert_allclose(executor.state["LinearRegressor.coefficients"], best.coef_, atol=1e-3)

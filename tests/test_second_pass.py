@@ -38,9 +38,7 @@ def network() -> nn.Module:
 def training(module: nn.Module, **steps: Any) -> graphopt.Executor:
     dynamo = steps.pop("dynamo", True)
     kept = {"training": torch.onnx.TrainingMode.PRESERVE, "do_constant_folding": False}
-    file = exported(
-        copy.deepcopy(module).eval(), X, dynamo=dynamo, **({"optimize": False} if dynamo else kept)
-    )
+    file = exported(copy.deepcopy(module).eval(), X, dynamo=dynamo, **({"optimize": False} if dynamo else kept))
     steps = {"loss": passes.CrossEntropy(), "training": passes.TrainingMode(), **steps}
     optimizer = passes.SGD(0.1, momentum=0.9)
     return graphopt.Executor(graphopt.compile(file, optimizer=optimizer, **steps), verify=False)

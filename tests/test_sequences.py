@@ -48,9 +48,7 @@ BAGS = [
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize(
-    ("options", "inputs"), BAGS, ids=lambda value: str(value) if isinstance(value, dict) else ""
-)
+@pytest.mark.parametrize(("options", "inputs"), BAGS, ids=lambda value: str(value) if isinstance(value, dict) else "")
 @pytest.mark.slow
 @pytest.mark.sample(6)
 def test_bags_of_embeddings_train_as_in_pytorch(options, inputs, exporter):
@@ -138,9 +136,7 @@ CASES = {
         p = Greater(r, zero)
         i = Cast<to = 7>(p)
         y = SequenceAt(s, i)""",
-    "appended to by a loop": LOOPED.format(
-        turns=3, first="SequenceEmpty()", turn="after = SequenceInsert(before, row)"
-    )
+    "appended to by a loop": LOOPED.format(turns=3, first="SequenceEmpty()", turn="after = SequenceInsert(before, row)")
     + "\n y = ConcatFromSequence<axis=1>(s)",
     "appended to by a loop, and stacked": LOOPED.format(
         turns=3, first="SequenceConstruct(x)", turn="after = SequenceInsert(before, row)"
@@ -198,9 +194,7 @@ def test_a_sequence_is_the_tensors_that_it_holds(case):
         graph.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(values.astype(np.float32), "w"))
         return ((graphopt.run(graph, {"x": x})["y"].astype(np.float64) - target) ** 2).mean()
 
-    expected = [
-        (loss(w + d) - loss(w - d)) / 2e-2 for d in 1e-2 * np.eye(3)
-    ]  # with the sequences, on the runtime
+    expected = [(loss(w + d) - loss(w - d)) / 2e-2 for d in 1e-2 * np.eye(3)]  # with the sequences, on the runtime
     np.testing.assert_allclose(w - executor.parameters["w"], expected, rtol=2e-2, atol=2e-3)
 
 

@@ -27,9 +27,7 @@ def folder_of(place: Path, *models: str, **files: object) -> Path:
         (place / name).parent.mkdir(exist_ok=True)
         graphopt.save(mlp(), place / name)
     for name, content in files.items():
-        (place / name.replace("__", ".")).write_text(
-            content if isinstance(content, str) else json.dumps(content)
-        )
+        (place / name.replace("__", ".")).write_text(content if isinstance(content, str) else json.dumps(content))
     return place
 
 
@@ -90,9 +88,7 @@ def test_a_saved_folder_has_what_lies_beside_the_base(form, inner, tmp_path):
     folder_of(place, **{name.replace(".", "__"): text for name, text in TOKENIZER.items()}, notes__md="mine")
     executor = trained(place / inner / "model.onnx")
     graphopt.save_folder(executor, tmp_path / "out", base=place, form=form)
-    files = {
-        str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()
-    }
+    files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     adapter = {"adapter.onnx_adapter"} if form == "slots" else set()
     assert files == {f"{inner}model.onnx", "config.json", *TOKENIZER, *adapter}
     x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
@@ -136,9 +132,7 @@ def test_the_base_and_its_task_are_those_of_the_configs(files, base, task, tmp_p
     graphopt.save_folder(executor, tmp_path / "a", base=place, form="peft", names={"*": "*"})
     config, _ = of_peft(tmp_path / "a")
     assert (config["base_model_name_or_path"], config["task_type"]) == (base, task)
-    graphopt.save_folder(
-        executor, tmp_path / "b", base=place, form="peft", names={"*": "*"}, base_name="my/own"
-    )
+    graphopt.save_folder(executor, tmp_path / "b", base=place, form="peft", names={"*": "*"}, base_name="my/own")
     assert of_peft(tmp_path / "b")[0]["base_model_name_or_path"] == "my/own"
 
 
@@ -177,9 +171,7 @@ def test_what_cannot_be_saved_is_refused_and_writes_nothing(tmp_path):
     executor = trained(place)
     plain = graphopt.Executor(graphopt.compile(place, **{**STEPS, "adapter": None}), native=False)
     full = folder_of(tmp_path / "full", "a.onnx")
-    typed = folder_of(
-        tmp_path / "typed", "model.onnx", config__json={"model_type": "llama", "num_hidden_layers": 0}
-    )
+    typed = folder_of(tmp_path / "typed", "model.onnx", config__json={"model_type": "llama", "num_hidden_layers": 0})
     other = folder_of(tmp_path / "other", "model.onnx")
     graphopt.save(builders.linear(), other / "model.onnx")
     out = tmp_path / "out"
@@ -189,9 +181,7 @@ def test_what_cannot_be_saved_is_refused_and_writes_nothing(tmp_path):
         "expected the file of a model or its folder, found no nowhere": lambda: graphopt.save_folder(
             executor, out, base="nowhere"
         ),
-        "expected no folder, or an empty one, found files": lambda: graphopt.save_folder(
-            executor, full, base=place
-        ),
+        "expected no folder, or an empty one, found files": lambda: graphopt.save_folder(executor, full, base=place),
         "expected a training graph with adapters, found none": lambda: graphopt.save_folder(
             plain, out, base=place, form="slots"
         ),
@@ -201,14 +191,12 @@ def test_what_cannot_be_saved_is_refused_and_writes_nothing(tmp_path):
         "base_name: expected form='peft', found form='slots'": lambda: graphopt.save_folder(
             executor, out, base=place, form="slots", base_name="me/it"
         ),
-        "base_name: expected none for an adapter file": lambda: graphopt.save_adapter(
-            executor, out, base_name="me/it"
-        ),
+        "base_name: expected none for an adapter file": lambda: graphopt.save_adapter(executor, out, base_name="me/it"),
         "num_hidden_layers: expected a number from 1 to 1,000, found 0": lambda: graphopt.save_folder(
             executor, out, base=typed, form="gguf"
         ),
-        "expected the file that was compiled, with weight 'fc0.weight', found none": lambda: (
-            graphopt.save_folder(executor, out, base=other)
+        "expected the file that was compiled, with weight 'fc0.weight', found none": lambda: graphopt.save_folder(
+            executor, out, base=other
         ),
     }
     for message, call in cases.items():

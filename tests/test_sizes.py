@@ -108,16 +108,10 @@ class Chain:
         x = self.add("Unsqueeze", self.pick(), self.constant([1]))
         kernel, stride = self.draw(1, 2, 3, 8, 128), self.draw(1, 2, 3, 16, 128, 160)
         pads = [self.draw(0, kernel // 2), self.draw(0, kernel // 2)]
-        where = (
-            {"pads": pads}
-            if self.draw(0, 1, 1)
-            else {"auto_pad": str(self.rng.choice(["SAME_UPPER", "VALID"]))}
-        )
+        where = {"pads": pads} if self.draw(0, 1, 1) else {"auto_pad": str(self.rng.choice(["SAME_UPPER", "VALID"]))}
         kind = str(self.rng.choice(["Conv", "MaxPool", "AveragePool", "ConvTranspose"]))
         if "Conv" in kind:
-            y = self.add(
-                kind, x, self.constant(np.ones((1, 1, kernel), np.float32)), strides=[stride], **where
-            )
+            y = self.add(kind, x, self.constant(np.ones((1, 1, kernel), np.float32)), strides=[stride], **where)
         else:
             ceil = self.draw(0, 1) if "pads" in where else 0
             y = self.add(kind, x, kernel_shape=[kernel], strides=[stride], ceil_mode=ceil, **where)
@@ -172,8 +166,7 @@ class Chain:
 
     def proto(self, whole: bool) -> onnx.ModelProto:
         inputs = [
-            helper.make_tensor_value_info(name, FLOAT, dims)
-            for name, dims in (("x", ["N", "S"]), ("z", ["N", "T"]))
+            helper.make_tensor_value_info(name, FLOAT, dims) for name, dims in (("x", ["N", "S"]), ("z", ["N", "T"]))
         ]
         names = [y for node in self.nodes for y in node.output] if whole else self.values[-1:]
         outputs = [onnx.ValueInfoProto(name=name) for name in names]
@@ -206,9 +199,7 @@ def grown(seed: int) -> tuple[Chain, list[dict[str, int]]]:
     """Return a graph of some nodes that runs at some sizes, and these."""
     chain = Chain(seed)
     lengths = [1, 2, 3, 7, 61, 94, 127, 128, 129, 300, 511, 1600]
-    tried = [
-        {dim: chain.draw(*lengths) if dim != "N" else chain.draw(1, 2, 4) for dim in "NST"} for _ in range(6)
-    ]
+    tried = [{dim: chain.draw(*lengths) if dim != "N" else chain.draw(1, 2, 4) for dim in "NST"} for _ in range(6)]
     for _ in range(chain.draw(2, 4, 6)):
         before = [list(part) for part in (chain.nodes, chain.weights, chain.values)]
         getattr(chain, str(chain.rng.choice(STEPS)))()
@@ -412,9 +403,7 @@ def test_sizes_of_files_without_optimization_are_declared() -> None:
         )
         step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
         executor = graphopt.Executor(step, native=False)
-        losses.append(
-            [executor.step({"x": x, "target": np.zeros((5, 3), np.float32)})["loss"] for _ in range(3)]
-        )
+        losses.append([executor.step({"x": x, "target": np.zeros((5, 3), np.float32)})["loss"] for _ in range(3)])
         steps.append(step)
     plain, copied = ([node.op_type for node in step.graph] for step in steps)
     assert sorted(copied) == sorted(plain) and "Slice" not in copied and "Expand" not in copied

@@ -57,8 +57,7 @@ def test_a_classifier_trains_as_on_dense_rows(kind: Any, few_rows: None) -> None
 def test_partial_fit_and_regressions(dtype: str, few_rows: None) -> None:
     x = (16 * X).astype(dtype)
     regressors = [
-        graphopt.OnnxRegressor(batch_size=32, random_state=0, solver="sgd", learning_rate_init=1e-5)
-        for _ in "ab"
+        graphopt.OnnxRegressor(batch_size=32, random_state=0, solver="sgd", learning_rate_init=1e-5) for _ in "ab"
     ]
     for given, regressor in zip((scipy.sparse.csc_matrix(x), x), regressors, strict=True):
         regressor.fit(given, Y).partial_fit(given, Y, sample_weight=np.linspace(0, 1, len(Y)))
@@ -107,13 +106,9 @@ def test_words() -> None:
 
 def test_a_wrong_width_is_one_line() -> None:
     with pytest.raises(ValueError, match="X has 3 features, but OnnxClassifier is expecting 64"):
-        graphopt.OnnxClassifier(**OPTIONS).fit(scipy.sparse.csr_array(X), Y).predict(
-            scipy.sparse.csr_array(X[:, :3])
-        )
+        graphopt.OnnxClassifier(**OPTIONS).fit(scipy.sparse.csr_array(X), Y).predict(scipy.sparse.csr_array(X[:, :3]))
     with pytest.raises(GraphoptError, match="data 'x': expected"):
         graphopt.fit(
-            graphopt.Executor(
-                graphopt.compile(mlp((4, 3)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
-            ),
+            graphopt.Executor(graphopt.compile(mlp((4, 3)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))),
             (scipy.sparse.csr_array(X), Y),
         )

@@ -30,9 +30,7 @@ from graphopt.data import balanced_class_weights, hold_out, mean_and_scale
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((103, 4)) * [1, 50, 0.01, 3] + [0, 200, 0.05, -2]).astype(np.float32)
 Y = np.digitize(X[:, 0] + (X[:, 1] - 200) / 50, [-0.5, 0.7])
-IMAGES = (RNG.standard_normal((30, 3, 4, 4)) * [[[1]], [[20]], [[0.1]]] + [[[5]], [[-9]], [[0]]]).astype(
-    np.float32
-)
+IMAGES = (RNG.standard_normal((30, 3, 4, 4)) * [[[1]], [[20]], [[0.1]]] + [[[5]], [[-9]], [[0]]]).astype(np.float32)
 SGD = passes.SGD(0.1)
 
 
@@ -72,9 +70,7 @@ def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ],
     ids=["floats", "far", "fortran", "integers", "constant", "one_constant", "bools", "one_row"],
 )
-def test_means_and_scales_are_those_of_scikit_learn(
-    monkeypatch: pytest.MonkeyPatch, x: np.ndarray, size: int
-) -> None:
+def test_means_and_scales_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch, x: np.ndarray, size: int) -> None:
     monkeypatch.setattr(moments, "ELEMENTS", size)
     theirs = StandardScaler().fit(x.astype(np.float64))
     mean, scale = mean_and_scale(x)
@@ -92,16 +88,10 @@ def test_means_and_scales_of_rows_of_a_file_are_those_of_the_rows(tmp_path: Path
 
 def test_the_features_of_images_are_channels_and_those_of_sequences_are_chosen() -> None:
     np.testing.assert_allclose(mean_and_scale(IMAGES)[0], IMAGES.mean((0, 2, 3), np.float64), rtol=1e-12)
-    np.testing.assert_allclose(
-        mean_and_scale(IMAGES, axis=-1)[1], IMAGES.std((0, 1, 2), np.float64), rtol=1e-12
-    )
-    np.testing.assert_allclose(
-        mean_and_scale(X[:, 1]), [[X[:, 1].mean(dtype=float)], [X[:, 1].std(dtype=float)]]
-    )
+    np.testing.assert_allclose(mean_and_scale(IMAGES, axis=-1)[1], IMAGES.std((0, 1, 2), np.float64), rtol=1e-12)
+    np.testing.assert_allclose(mean_and_scale(X[:, 1]), [[X[:, 1].mean(dtype=float)], [X[:, 1].std(dtype=float)]])
     for axis in (0, 4, -4):
-        with pytest.raises(
-            graphopt.GraphoptError, match=f"axis={axis}: expected an axis of the features, from 1 to 3"
-        ):
+        with pytest.raises(graphopt.GraphoptError, match=f"axis={axis}: expected an axis of the features, from 1 to 3"):
             mean_and_scale(IMAGES, axis=axis)
 
 
@@ -162,30 +152,22 @@ def test_two_inputs_are_standardized_each_by_its_own_numbers(tmp_path: Path) -> 
     np.testing.assert_allclose(found, outputs(proto, **scaled, group=group), rtol=1e-4, atol=1e-5)
     only = adapted(proto, arrays, standardize=passes.Standardize(inputs="a*"), validation=None)
     found = graphopt.Executor(only).predict({"x": X, "age": age, "group": group})["y"]
-    np.testing.assert_allclose(
-        found, outputs(proto, x=X, age=scaled["age"], group=group), rtol=1e-4, atol=1e-3
-    )
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"by the names of the inputs, 'x', 'age', found those of one"
-    ):
+    np.testing.assert_allclose(found, outputs(proto, x=X, age=scaled["age"], group=group), rtol=1e-4, atol=1e-3)
+    with pytest.raises(graphopt.GraphoptError, match=r"by the names of the inputs, 'x', 'age', found those of one"):
         graphopt.compile(proto, standardize=passes.Standardize(0.5, 1.0))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_types_keep_their_precision(dtype: Any) -> None:
     name = {np.float16: "float16", np.float64: "double"}[dtype]
-    proto = model(
-        f"g ({name}[N,4] x) => ({name}[N,2] y) {{ y = MatMul(x, w) }}", dtype=dtype, w=np.ones((4, 2))
-    )
+    proto = model(f"g ({name}[N,4] x) => ({name}[N,2] y) {{ y = MatMul(x, w) }}", dtype=dtype, w=np.ones((4, 2)))
     x = X.astype(dtype) if dtype is np.float16 else X.astype(dtype) + 1e4
     arrays = {"x": x, "target": np.zeros((len(X), 2), dtype)}
     step = adapted(proto, arrays, loss=passes.MeanSquaredError(), validation=None)
     expected = StandardScaler().fit_transform(x.astype(np.float64)).sum(axis=1)
     found = graphopt.Executor(step).predict({"x": x})["y"]
     assert found.dtype == dtype
-    np.testing.assert_allclose(
-        found[:, 0], expected, **({"atol": 0.2} if dtype is np.float16 else {"atol": 1e-9})
-    )
+    np.testing.assert_allclose(found[:, 0], expected, **({"atol": 0.2} if dtype is np.float16 else {"atol": 1e-9}))
 
 
 def test_integers_are_fed_to_a_model_of_floats() -> None:
@@ -221,18 +203,14 @@ def test_sequences_of_features_and_numbers_of_ones_own() -> None:
 
 
 def test_a_weight_that_has_the_name_of_a_mean_keeps_it() -> None:
-    proto = model(
-        'g (float[N,4] x) => (float[N,4] y) { y = Mul(x, "x.mean") }', **{"x.mean": np.full(4, 7.0)}
-    )
+    proto = model('g (float[N,4] x) => (float[N,4] y) { y = Mul(x, "x.mean") }', **{"x.mean": np.full(4, 7.0)})
     arrays = {"x": X, "target": X}
     result, _ = trained(adapted(proto, arrays, loss=passes.MeanSquaredError()), arrays, epochs=1)
     onnx.checker.check_model(result, full_check=True)
     assert sorted(x.name for x in result.graph.initializer) == ["x.mean", "x.mean.1", "x.scale"]
 
 
-@pytest.mark.parametrize(
-    "labels", [[0, 0, 1, 2, 2, 2], [1, 0], [0, 0, 0], [[0, 1], [1, 1]], np.uint8([3, 1, 2, 0])]
-)
+@pytest.mark.parametrize("labels", [[0, 0, 1, 2, 2, 2], [1, 0], [0, 0, 0], [[0, 1], [1, 1]], np.uint8([3, 1, 2, 0])])
 def test_balanced_weights_are_those_of_scikit_learn(labels: Any) -> None:
     y = np.asarray(labels)
     expected = compute_class_weight("balanced", classes=np.unique(y), y=y.ravel())
@@ -329,24 +307,16 @@ TOKENS = "g (int64[N,4] x) => (float[N,4] y) { f = Cast<to=1>(x)  y = Mul(f, w) 
 
 
 def test_other_errors_of_passes_that_have_not_learnt() -> None:
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected a number for each class, found none: learn them by"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected a number for each class, found none: learn them by"):
         graphopt.compile(mlp(), loss=passes.CrossEntropy(class_weights="balanced"))
     shares = passes.CrossEntropy(class_weights="balanced", target_probabilities=True)
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected class numbers as targets, found target_probabilities"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected class numbers as targets, found target_probabilities"):
         adapted(mlp(), {"x": X, "target": Y}, loss=shares)
-    with pytest.raises(
-        graphopt.GraphoptError, match="adapt: expected a data set or arrays by name, found list"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="adapt: expected a data set or arrays by name, found list"):
         adapted(mlp(), [{"x": X, "target": Y}])
     unknown = graphopt.load(mlp())
     unknown.graph.inputs[0].shape = None
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected an input of known rank, found 'x': declare its shape"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected an input of known rank, found 'x': declare its shape"):
         passes.Standardize(0, 1)(unknown)
 
 
@@ -363,9 +333,7 @@ def test_one_number_for_all_features_and_features_whose_number_is_open() -> None
             graphopt.compile(mlp(), standardize=passes.Standardize(mean, scale), loss=passes.CrossEntropy())
     proto = model("g (float[N,F] x) => (float[N,F] y) { y = Mul(x, w) }", w=np.ones(1))
     wrong = passes.Standardize([1, 2], [1, 2, 3])
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected 3 numbers, one per feature, or one for all, found 2"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected 3 numbers, one per feature, or one for all, found 2"):
         graphopt.compile(proto, standardize=wrong, loss=passes.MeanSquaredError())
 
 
@@ -458,7 +426,4 @@ def test_other_runs_of_a_recipe_that_learns(folder: Path, capsys: pytest.Capture
     for run in ("compile", "hosts", "report"):
         assert cli.main([run, "my.onnx", *RECIPE, *LEARNT, f"folder={run}"]) == 0
     assert "x.mean" in {x.name for x in onnx.load("compile/step.onnx").graph.initializer}
-    assert (
-        cli.main(["compile", "my.onnx", "standardize=inputs", "standardize.mean=1", "standardize.scale=2"])
-        == 0
-    )
+    assert cli.main(["compile", "my.onnx", "standardize=inputs", "standardize.mean=1", "standardize.scale=2"]) == 0

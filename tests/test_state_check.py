@@ -39,9 +39,7 @@ def checked(optimizer, target):
 
 
 def opened(graph):
-    return onnxruntime.InferenceSession(
-        ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("target", ["plain", "cuda", "webgpu"])
@@ -62,9 +60,7 @@ def test_each_infinite_number_is_seen(optimizer, target):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_joined_state_is_summed_as_one(optimizer):
-    counts = [
-        Counter(node.op_type for node in checked(optimizer, target)[0].graph) for target in ("plain", "cuda")
-    ]
+    counts = [Counter(node.op_type for node in checked(optimizer, target)[0].graph) for target in ("plain", "cuda")]
     assert counts[1]["Add"] < counts[0]["Add"] - 15  # of 42 arrays; a Gemm updates a matrix of plain SGD
 
 
@@ -84,10 +80,7 @@ def test_what_is_not_state_is_not_summed(cut):
     graph = ir.from_proto(
         model(
             f"g (float[4] x) => (float l, float[M] a, float[K] b) {{ v = Neg(x) l = ReduceMin<keepdims=0>(v) {text} }}",
-            **{
-                name: np.array([i], np.int64)
-                for i, name in ((0, "zero"), (2, "two"), (3, "three"), (4, "four"))
-            },
+            **{name: np.array([i], np.int64) for i, name in ((0, "zero"), (2, "two"), (3, "three"), (4, "four"))},
         )
     )
     infer(graph)

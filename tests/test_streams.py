@@ -133,9 +133,7 @@ def test_the_bits_are_those_of_arrays(prefetch: int, steps_per_call: int) -> Non
     expected = fit(arrays, DATA, batch_size=SIZE, shuffle=False)
     found = fit(stream, Again(), prefetch=prefetch)
     assert same(arrays, stream)
-    assert [one["validation_loss"] for one in found] == pytest.approx(
-        [x["validation_loss"] for x in expected]
-    )
+    assert [one["validation_loss"] for one in found] == pytest.approx([x["validation_loss"] for x in expected])
     assert [one["loss"] for one in found] == [one["loss"] for one in expected]
 
 
@@ -158,9 +156,7 @@ def test_several_workers_need_data_with_rows() -> None:
 
     several = executor()
     several.workers = Two()
-    with pytest.raises(
-        GraphoptError, match="data: expected rows, which 2 workers share, found an iterable, Again"
-    ):
+    with pytest.raises(GraphoptError, match="data: expected rows, which 2 workers share, found an iterable, Again"):
         fit(several, Again())
 
 
@@ -221,9 +217,7 @@ def test_a_stopped_run_continues_bit_for_bit(
 @pytest.mark.parametrize("data", [Shuffled, Counted])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.slow
-def test_a_run_continues_between_two_epochs(
-    tmp_path: Path, epochs: int, data: Any, steps: int | None
-) -> None:
+def test_a_run_continues_between_two_epochs(tmp_path: Path, epochs: int, data: Any, steps: int | None) -> None:
     twin, runner = executor(), executor()
     expected = fit(twin, data(), steps_per_epoch=steps)
     options = {"steps_per_epoch": steps, "checkpoint": tmp_path}
@@ -260,9 +254,7 @@ def test_data_without_a_state_start_over_and_say_so(tmp_path: Path) -> None:
     ]  # three steps of the second epoch, and a whole pass
 
 
-def test_data_without_a_state_lose_nothing_between_two_epochs(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_data_without_a_state_lose_nothing_between_two_epochs(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     twin, runner = executor(), executor()
     expected = fit(twin, Again())
     fit(executor(), Again(), checkpoint=tmp_path, epochs=2)
@@ -324,9 +316,7 @@ def test_a_batch_of_the_model_s_size() -> None:
     whole = [batch(slice(start, start + 10)) for start in range(0, 100, 10)]
     records = fit(graphopt.Executor(step), whole, validation=whole[:2])
     assert records[-1]["step"] == 30
-    with pytest.raises(
-        GraphoptError, match=r"batch 11: data: expected 10 rows, .* found 3: drop an incomplete"
-    ):
+    with pytest.raises(GraphoptError, match=r"batch 11: data: expected 10 rows, .* found 3: drop an incomplete"):
         fit(graphopt.Executor(step), Again(), validation=None)
 
 

@@ -47,9 +47,7 @@ def model_of(categories: list[str], columns: int = 1, with_number: bool = True) 
         f" hot = ai.onnx.ml.OneHotEncoder<cats_strings = [{keys}], zeros = 1>(s)"
         f" r = Reshape(hot, shape) j = Concat<axis = 1>({joined}) y = MatMul(j, w) }}"
     )
-    weight = (
-        np.random.default_rng(0).standard_normal((columns * len(known) + with_number, 2)).astype(np.float32)
-    )
+    weight = np.random.default_rng(0).standard_normal((columns * len(known) + with_number, 2)).astype(np.float32)
     shape = np.array([-1, columns * len(known)])
     model.graph.initializer.extend(map(onnx.numpy_helper.from_array, (weight, shape), ("w", "shape")))
     return model

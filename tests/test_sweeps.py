@@ -110,9 +110,7 @@ def test_jobs_on_a_cluster_equal_jobs_one_by_one(
     check_equal("out", one_by_one)
 
 
-def test_a_job_that_fails_on_a_cluster_is_an_error_of_one_line(
-    cluster: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_fails_on_a_cluster_is_an_error_of_one_line(cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-m", "folder=out", "fit.epochs=1", "models.mlp.outputs=5,10", cluster]) == 1
     *_, last = capfd.readouterr().err.splitlines()
     assert last.startswith("graphopt: error: data 'target': expected labels from 0 to 4")
@@ -149,9 +147,7 @@ def test_a_job_of_ray_that_is_killed_continues_to_the_same_bits(ray: Any) -> Non
         os.kill(int(re.findall(r"_run_job pid=(\d+)", said)[0]), signal.SIGKILL)
         rest = run.stdout.read()
     assert run.returncode == 0 and rest.count("trained   27,000 steps") == 2
-    assert (
-        len(set(re.findall(r"_run_job pid=(\d+)", said + rest))) == 3
-    )  # the killed process, and one in its place
+    assert len(set(re.findall(r"_run_job pid=(\d+)", said + rest))) == 3  # the killed process, and one in its place
     Path("out").rename("killed")
     assert cli.main(sweep) == 0
     check_equal("killed", Path("out"))
@@ -186,9 +182,7 @@ def test_a_launcher_that_is_not_installed_is_named(recipe: str, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_run_again_does_what_is_left(
-    one_by_one: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_that_is_run_again_does_what_is_left(one_by_one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(one_by_one, "out")
     trained = Path("out/0/trained.onnx").stat().st_mtime_ns
     # Job 1 as an interruption after two epochs leaves it: no result, and the checkpoint from then.

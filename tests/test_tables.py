@@ -108,11 +108,7 @@ def test_categories_are_those_of_scikit_learn(kind: str) -> None:
         found = Columns({"x": column}).learn({"x": training}).encode({"x": x})
         expected = oracle.transform(x[:, None])
         if kind == "mixed":  # numbers by size come before texts, where scikit-learn sorts all as texts
-            expected = (
-                expected[:, [1, 0, 2]]
-                if expected.shape[1] == 3
-                else np.choose(expected.astype(int), [1, 0, 2])
-            )
+            expected = expected[:, [1, 0, 2]] if expected.shape[1] == 3 else np.choose(expected.astype(int), [1, 0, 2])
         np.testing.assert_array_equal(found, expected)
 
 
@@ -210,12 +206,7 @@ def test_dates_are_those_of_python_from_the_first_to_the_last() -> None:
     days = np.r_[datetime.date.min.toordinal(), RNG.integers(1, datetime.date.max.toordinal(), 3000)]
     days = np.r_[
         days,
-        [
-            datetime.date(y, m, 28).toordinal() + i
-            for y in (1900, 2000, 2024)
-            for m in (2, 12)
-            for i in range(4)
-        ],
+        [datetime.date(y, m, 28).toordinal() + i for y in (1900, 2000, 2024) for m in (2, 12) for i in range(4)],
     ]
     dates = [datetime.date.fromordinal(day) for day in [*days.tolist(), datetime.date.max.toordinal()]]
     table = {"day": [str(day) for day in dates]}
@@ -234,9 +225,7 @@ def test_dates_are_those_of_python_from_the_first_to_the_last() -> None:
     assert europe[0] == 1 and np.isnan(europe[1:]).all()
 
 
-@pytest.mark.parametrize(
-    "names", [("x", "y", "label", "features"), ("layers.0.weight", "batch", "ü \\ b", "y_")]
-)
+@pytest.mark.parametrize("names", [("x", "y", "label", "features"), ("layers.0.weight", "batch", "ü \\ b", "y_")])
 def test_columns_may_have_the_names_of_the_model(names: tuple[str, ...]) -> None:
     table = {name: RNG.normal(size=9) for name in names}
     columns = Columns(dict.fromkeys(names, "number")).learn(table)
@@ -253,9 +242,7 @@ def test_columns_may_have_the_names_of_the_model(names: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 21])
-def test_models_of_any_opset_take_columns(
-    opset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_any_opset_take_columns(opset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     table = people(40)
     columns = Columns.auto(table, leave_out=["bought"]).learn(table)
@@ -348,13 +335,9 @@ def test_wrong_columns_cells_and_calls(call: str) -> None:
 
 def test_many_different_texts() -> None:
     texts = "u" + np.arange(200_000).astype(str).astype(object)
-    with pytest.raises(
-        GraphoptError, match="data: column 'id': expected few different values, found 200,000"
-    ):
+    with pytest.raises(GraphoptError, match="data: column 'id': expected few different values, found 200,000"):
         data.table({"id": texts, "target": texts}, target=None, columns="auto")
-    with pytest.raises(
-        GraphoptError, match="data: column 'id': expected at most 1,000 categories, found 200,000"
-    ):
+    with pytest.raises(GraphoptError, match="data: column 'id': expected at most 1,000 categories, found 200,000"):
         data.table({"id": texts}, target=None, columns={"id": "category"}).learn()
     with pytest.raises(
         GraphoptError, match=r"column 'target': expected numbers or at most 1,000 classes, found 200,000"
@@ -363,9 +346,7 @@ def test_many_different_texts() -> None:
     wide = {f"c{i}": np.array([f"{j}u" for j in range(1000)] * 2, object) for i in range(3)}
     columns = Columns.auto(wide).learn(wide)
     huge = {name: np.full(500_000, "1u", object) for name in wide}
-    with pytest.raises(
-        GraphoptError, match="found 500,000 rows of 3,000 features: encode categories as ordinal"
-    ):
+    with pytest.raises(GraphoptError, match="found 500,000 rows of 3,000 features: encode categories as ordinal"):
         columns.encode(huge)
 
 
@@ -444,9 +425,7 @@ def test_parquet_and_arrow(kind: str, tmp_path: Path) -> None:
             "word": arrow.array(["p", "q", None, "p"]).dictionary_encode(),
             "flag": arrow.array([True, None, False, True]),
             "count": arrow.array([1, None, 3, 4], arrow.int64()),
-            "time": arrow.array(
-                [datetime.datetime(2024, 1, i, 5) for i in (1, 2, 3)] + [None], arrow.timestamp("us")
-            ),
+            "time": arrow.array([datetime.datetime(2024, 1, i, 5) for i in (1, 2, 3)] + [None], arrow.timestamp("us")),
             "day": arrow.array([datetime.date(2024, 1, i) for i in (1, 2, 3)] + [None]),
             "target": arrow.array(["no", "no", "yes", "no"]),
         }
@@ -470,9 +449,7 @@ def test_parquet_and_arrow(kind: str, tmp_path: Path) -> None:
         *("flag=False", "flag=True", "flag=missing"),
     ]
     np.testing.assert_array_equal(found.arrays["x"][:, 10:13], found.arrays["x"][:, 13:16])
-    with pytest.raises(
-        GraphoptError, match=r"column 'text', row 0: expected a number, found 'u': data.columns=auto"
-    ):
+    with pytest.raises(GraphoptError, match=r"column 'text', row 0: expected a number, found 'u': data.columns=auto"):
         getattr(data, kind)(path)
 
 
@@ -514,9 +491,7 @@ def test_models_of_tables_predict_with_targets(table: Any) -> None:
     columns = Columns.auto(table, leave_out=["bought"]).learn(table)
     model = columns.before(models.linear((columns.width,), 2), ["no", "yes"])
     expected = predict(model, table)["label"]
-    assert (
-        predict(model, (table.drop(columns="bought"), table["bought"]))["label"].tolist() == expected.tolist()
-    )
+    assert predict(model, (table.drop(columns="bought"), table["bought"]))["label"].tolist() == expected.tolist()
 
 
 def test_frames_that_need_columns(table: Any) -> None:
@@ -528,18 +503,12 @@ def test_frames_that_need_columns(table: Any) -> None:
         match=r"data: column 'city', row \d: expected a number, found '.*': graphopt.data.table\(.*'auto'\)",
     ):
         graphopt.fit(executor, frame[["age", "city", "target"]])
-    with pytest.raises(
-        GraphoptError, match=r"data: column 'age', row \d+: expected finite numbers, found NaN; .*auto"
-    ):
+    with pytest.raises(GraphoptError, match=r"data: column 'age', row \d+: expected finite numbers, found NaN; .*auto"):
         graphopt.fit(executor, frame.assign(b=1, c=2, d=3)[["age", "b", "c", "d", "target"]])
-    with pytest.raises(
-        GraphoptError, match=r"expected columns that have learnt .* data = data.learn\(rows\)"
-    ):
+    with pytest.raises(GraphoptError, match=r"expected columns that have learnt .* data = data.learn\(rows\)"):
         graphopt.fit(executor, data.table(frame, columns="auto"))
     trainer = graphopt.Trainer(models.linear((2,), 2), loss=passes.CrossEntropy())
-    with pytest.raises(
-        GraphoptError, match=r"expected float32, found object: .*auto'\) makes features of text"
-    ):
+    with pytest.raises(GraphoptError, match=r"expected float32, found object: .*auto'\) makes features of text"):
         trainer.fit(frame[["age", "city"]], frame["target"])
     numbers = frame.assign(age=1.0, b=1, c=2, d=3)[["age", "b", "c", "d", "target"]]
     assert graphopt.fit(executor, numbers, epochs=1)[0]["accuracy"] >= 0  # class strings
@@ -572,9 +541,7 @@ TABLE = ("data=csv", "data.path=people.csv", "data.target=bought")
 def test_the_command_writes_a_model_of_the_columns(table: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*TABLE, *QUICK, "folder=run"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "columns   age: number, " in said and "city: one-hot of 5, " in said and "classes   no, yes" in said
-    )
+    assert "columns   age: number, " in said and "city: one-hot of 5, " in said and "classes   no, yes" in said
     rows, _ = data.hold_out(len(table), 0.2)
     columns = Columns.of("run/step.onnx")
     assert columns == data.csv("people.csv", target="bought", columns="auto").learn(rows).columns

@@ -47,9 +47,7 @@ def test_documents_are_joined_and_cut_into_rows(file: str, tmp_path: Path) -> No
         assert np.asarray(arrays["input_ids"]).ravel().tolist() == whole[: len(whole) // 8 * 8]
         assert np.asarray(arrays["target"]).ravel()[:-1].tolist() == whole[1 : len(whole) // 8 * 8]
         assert np.asarray(arrays["completion_mask"]).all() and np.asarray(arrays["attention_mask"]).all()
-    with pytest.raises(
-        graphopt.GraphoptError, match=f"expected 999 tokens or more, a row, found {len(whole)}: reduce"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=f"expected 999 tokens or more, a row, found {len(whole)}: reduce"):
         data.text(lines, tokenizer=file, context=999)
 
 
@@ -82,15 +80,11 @@ def test_only_answers_of_chats_count(template: str, tmp_path: Path) -> None:
         answers = [x["content"] + "<|im_end|>" + rest for x in chat if x["role"] == "assistant"]
         assert decoded(file, row[mask]) == "".join(answers)
     whole = decoded(file, np.asarray(found.arrays["input_ids"])[0])
-    assert whole.startswith(
-        "<|im_start|>user\nWhat star?<|im_end|>\n<|im_start|>assistant\nA little one.<|im_end|>\n"
-    )
+    assert whole.startswith("<|im_start|>user\nWhat star?<|im_end|>\n<|im_start|>assistant\nA little one.<|im_end|>\n")
 
 
 def test_a_chat_may_be_a_prompt_and_its_completion(file: str, tmp_path: Path) -> None:
-    path = save_lines(
-        tmp_path / "a.jsonl", [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS]
-    )
+    path = save_lines(tmp_path / "a.jsonl", [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS])
     found = data.text(path, tokenizer=file, context=128, completion_only=True)
     for chat, row, mask in zip(
         CHATS, *(np.asarray(found.arrays[x]) for x in ("input_ids", "completion_mask")), strict=True
@@ -106,9 +100,7 @@ def test_a_template_of_one_s_own(file: str, tmp_path: Path) -> None:
     row = np.asarray(arrays["input_ids"])[0]
     assert decoded(file, row) == "[user] What star?\n[assistant] A little one.\n"
     own.write_text("{{ messages | map(attribute='content') | reverse | join }}")
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"line 1: expected a template that renders .* mark answers"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"line 1: expected a template that renders .* mark answers"):
         data.text(path, tokenizer=file, context=128, chat_template=str(own), completion_only=True)
 
 
@@ -117,10 +109,7 @@ def test_packed_rows_hold_every_text_once(file: str, tmp_path: Path) -> None:
     texts = ["".join(random.choice(list("abc def"), random.integers(1, 60))) for _ in range(50)]
     path = save_lines(tmp_path / "a.jsonl", [{"prompt": text[:1], "completion": text[1:]} for text in texts])
     with pytest.warns(UserWarning, match="of 50 examples have more than 32 tokens"):
-        found = {
-            k: np.asarray(x)
-            for k, x in data.text(path, tokenizer=file, context=32, packed=True).arrays.items()
-        }
+        found = {k: np.asarray(x) for k, x in data.text(path, tokenizer=file, context=32, packed=True).arrays.items()}
     expected = sorted([*tokens_of(file, text), *tokens_of(file, END)][:32] for text in texts)
     packed = []
     for tokens, segments, places, targets in zip(
@@ -137,9 +126,7 @@ def test_packed_rows_hold_every_text_once(file: str, tmp_path: Path) -> None:
     assert len(found["segments"]) <= 1.1 * full + 1
     documents = save_lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
     whole = data.text(documents, tokenizer=file, context=32, packed=True).arrays
-    assert np.count_nonzero(np.asarray(whole["segments"]) >= 0) == sum(
-        len(tokens_of(file, text)) + 1 for text in texts
-    )
+    assert np.count_nonzero(np.asarray(whole["segments"]) >= 0) == sum(len(tokens_of(file, text)) + 1 for text in texts)
 
 
 def test_what_is_cut_off_is_told(file: str, tmp_path: Path) -> None:
@@ -150,8 +137,7 @@ def test_what_is_cut_off_is_told(file: str, tmp_path: Path) -> None:
         rows = data.text(path, tokenizer=file, context=20, completion_only=True)
     texts = [str(warning.message) for warning in found]
     assert (
-        f"1 of 2 examples have more than 20 tokens: {total - 20} of " in texts[0]
-        and "raise data.context" in texts[0]
+        f"1 of 2 examples have more than 20 tokens: {total - 20} of " in texts[0] and "raise data.context" in texts[0]
     )
     assert "1 of 2 examples have no token to learn and are left out" in texts[1]
     assert len(rows) == 1
@@ -178,9 +164,7 @@ def test_a_mark_of_the_byte_order_is_no_text(file: str, tmp_path: Path) -> None:
     line = b'{"text": "a b a b"}'
     (tmp_path / "a.jsonl").write_bytes(line)
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + line)
-    one, other = (
-        data.text(str(tmp_path / name), tokenizer=file, context=2) for name in ("a.jsonl", "b.jsonl")
-    )
+    one, other = (data.text(str(tmp_path / name), tokenizer=file, context=2) for name in ("a.jsonl", "b.jsonl"))
     assert np.array_equal(one.arrays["input_ids"], other.arrays["input_ids"])
 
 
@@ -192,9 +176,7 @@ def test_a_line_that_is_no_text_is_an_error(file: str, tmp_path: Path) -> None:
     with pytest.raises(graphopt.GraphoptError, match=r"expected files that end in \.txt"):
         data.text(str(tmp_path / "empty"), tokenizer=file)
     (tmp_path / "a.txt").write_text("abc")
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected JSON lines of prompts and completions, or of chats"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected JSON lines of prompts and completions, or of chats"):
         data.text(str(tmp_path / "a.txt"), tokenizer=file, completion_only=True)
     for options in ({"completion_only": True}, {"packed": True}):
         with pytest.raises(graphopt.GraphoptError, match="expected a tokenizer"):
@@ -240,9 +222,7 @@ def test_templates_have_limits(template: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(chats, "_MEGABYTES", 256)
     file = str(save_tokenizer(tmp_path, template))
     path = save_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}])
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"needs more|more memory|recursion|too many|digits|too big|long"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"needs more|more memory|recursion|too many|digits|too big|long"):
         data.text(path, tokenizer=file)
 
 
@@ -280,18 +260,14 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     found = data.Tokenizer(tmp_path)
     assert (found.end, found.ends, found.special) == (2, {2}, {})
     path = save_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}])
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"expected a template of chats, chat_template\.jinja beside it"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"expected a template of chats, chat_template\.jinja beside it"):
         data.text(path, tokenizer=str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert data.Tokenizer(tmp_path).template == "{{ messages[0].content }}"
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
-def test_a_missing_package_is_named(
-    package: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(package: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     path = save_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}])
     with pytest.raises(
@@ -301,9 +277,7 @@ def test_a_missing_package_is_named(
 
 
 def trained(found: data.Dataset, **options: Any) -> list[dict[str, Any]]:
-    model = graphopt.models.transformer(
-        (found.arrays["input_ids"].shape[1],), found.classes, width=16, layers=1
-    )
+    model = graphopt.models.transformer((found.arrays["input_ids"].shape[1],), found.classes, width=16, layers=1)
     loss = passes.CausalLanguageModel(**options)
     executor = graphopt.Executor(graphopt.compile(model, loss=loss, optimizer=passes.AdamW(1e-2)))
     return graphopt.fit(executor, found, epochs=2, batch_size=4, metrics=["perplexity"])

@@ -17,9 +17,7 @@ from twins import descended
 import graphopt
 import passes
 
-spec = importlib.util.spec_from_file_location(
-    "torch_layer", Path(__file__).parents[1] / "examples/torch_layer.py"
-)
+spec = importlib.util.spec_from_file_location("torch_layer", Path(__file__).parents[1] / "examples/torch_layer.py")
 assert spec is not None and spec.loader is not None
 torch_layer = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(torch_layer)
@@ -84,9 +82,7 @@ def test_several_inputs_and_outputs_have_autograds_gradients(pair: Any, objectiv
         assert not best.is_floating_point() and not best.requires_grad
         OBJECTIVES[objective](logits, hidden).backward()
         parameters = {
-            name.replace("weights.", ""): p.grad
-            for name, p in network.named_parameters()
-            if p.grad is not None
+            name.replace("weights.", ""): p.grad for name, p in network.named_parameters() if p.grad is not None
         }
         found.append(([logits, hidden, best], given["x"].grad, given["scale"].grad, parameters))
     (theirs, x, scale, by_torch), (ours, our_x, our_scale, by_onnx) = found
@@ -170,9 +166,7 @@ def test_a_trained_file_has_the_gradients_of_its_running_statistics() -> None:
     """TrainingMode lets a BatchNormalization read the statistics of the batch; the trained file does not."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
-    first = graphopt.ForwardBackward(
-        exported(module, {"x": torch.randn(8, 3)}, ["y"]), training=passes.TrainingMode()
-    )
+    first = graphopt.ForwardBackward(exported(module, {"x": torch.randn(8, 3)}, ["y"]), training=passes.TrainingMode())
     x = torch.randn(8, 3)
     first.forward(x)
     again = graphopt.ForwardBackward(first.trained(), training=None)

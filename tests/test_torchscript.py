@@ -217,9 +217,7 @@ ROWS: dict[str, Row] = {
     "batch normalization first": Row(lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)), IMG),
     "blur pool": Row(lambda: Own(pool, first=nn.Conv2d(3, 4, 3), filt=binomial(4)), IMG),
     "blur by a Gaussian": Row(
-        lambda: Own(
-            lambda m, x: F.conv2d(m.first(x), m.g, groups=4), first=nn.Conv2d(3, 4, 3), g=gaussian(4)
-        ),
+        lambda: Own(lambda m, x: F.conv2d(m.first(x), m.g, groups=4), first=nn.Conv2d(3, 4, 3), g=gaussian(4)),
         IMG,
     ),
     "blur of one channel": Row(
@@ -246,9 +244,7 @@ ROWS: dict[str, Row] = {
         lambda: Own(yolo, head=head(7), a=MESH.reshape(1, 2, 16), stride=8.0, b=[[[10.0], [14.0]]]), S
     ),
     "YOLO with half steps": Row(
-        lambda: Own(
-            yolo, head=head(7), a=MESH.reshape(1, 2, 16) + 0.5, stride=[16.0], b=[[[3.625], [11.65625]]]
-        ),
+        lambda: Own(yolo, head=head(7), a=MESH.reshape(1, 2, 16) + 0.5, stride=[16.0], b=[[[3.625], [11.65625]]]),
         S,
     ),
     "YOLO of version 5": Row(
@@ -278,12 +274,8 @@ ROWS: dict[str, Row] = {
         lambda: Own(
             rotary_cached,
             q=lin(),
-            cos_table=torch.outer(torch.arange(6.0), 1 / 100 ** (torch.arange(0, 8, 2) / 8))
-            .repeat(1, 2)
-            .cos(),
-            sin_table=torch.outer(torch.arange(6.0), 1 / 100 ** (torch.arange(0, 8, 2) / 8))
-            .repeat(1, 2)
-            .sin(),
+            cos_table=torch.outer(torch.arange(6.0), 1 / 100 ** (torch.arange(0, 8, 2) / 8)).repeat(1, 2).cos(),
+            sin_table=torch.outer(torch.arange(6.0), 1 / 100 ** (torch.arange(0, 8, 2) / 8)).repeat(1, 2).sin(),
         ),
         T,
     ),
@@ -298,16 +290,12 @@ ROWS: dict[str, Row] = {
         lambda: Own(multiplied_causal, q=lin(), k=lin(), tri=torch.tril(torch.ones(6, 6))), T
     ),
     "slopes": Row(
-        lambda: Own(
-            causal, q=lin(), k=lin(), bias_table=-0.25 * (torch.arange(6)[:, None] - torch.arange(6)).abs()
-        ),
+        lambda: Own(causal, q=lin(), k=lin(), bias_table=-0.25 * (torch.arange(6)[:, None] - torch.arange(6)).abs()),
         T,
     ),
     "learned bias of attention": Row(lambda: Own(causal, {"bias_table": normal(6, 6)}, q=lin(), k=lin()), T),
     "constants as buffers": Row(
-        lambda: Own(
-            lambda m, x: (m.layer(x) - m.mean) / m.std, layer=lin(), mean=[0.485] * 8, std=[0.229] * 8
-        ),
+        lambda: Own(lambda m, x: (m.layer(x) - m.mean) / m.std, layer=lin(), mean=[0.485] * 8, std=[0.229] * 8),
         V,
     ),
     "statistics of the input": Row(
@@ -322,16 +310,12 @@ ROWS: dict[str, Row] = {
     "learned temperature": Row(
         lambda: Own(lambda m, x: m.layer(x) * m.temperature.exp(), {"temperature": 0.7}, layer=lin()), V
     ),
-    "learned temperature as a divisor": Row(
-        lambda: Own(lambda m, x: m.layer(x) / m.t, {"t": [0.7]}, layer=lin()), V
-    ),
+    "learned temperature as a divisor": Row(lambda: Own(lambda m, x: m.layer(x) / m.t, {"t": [0.7]}, layer=lin()), V),
     "fixed temperature": Row(lambda: Own(lambda m, x: m.layer(x) / 0.07 + 1e-5, layer=lin()), V),
     "LayerScale": Row(
         lambda: Own(lambda m, x: x + m.gamma * m.layer(x), {"gamma": 1e-4 * torch.ones(8)}, layer=lin()), T
     ),
-    "ScaleNorm": Row(
-        lambda: Own(lambda m, x: m.layer(m.g * F.normalize(x, dim=-1)), {"g": 2.8}, layer=lin()), T
-    ),
+    "ScaleNorm": Row(lambda: Own(lambda m, x: m.layer(m.g * F.normalize(x, dim=-1)), {"g": 2.8}, layer=lin()), T),
     "RMSNorm": Row(
         lambda: Own(
             lambda m, x: m.layer(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * m.weight),
@@ -365,29 +349,21 @@ ROWS: dict[str, Row] = {
         T,
     ),
     "PReLU": Row(lambda: nn.Sequential(lin(), nn.PReLU(), lin(), nn.PReLU(8)), V),
-    "PACT": Row(
-        lambda: Own(lambda m, x: torch.minimum(F.relu(m.layer(x)), m.alpha), {"alpha": 1.3}, layer=lin()), V
-    ),
+    "PACT": Row(lambda: Own(lambda m, x: torch.minimum(F.relu(m.layer(x)), m.alpha), {"alpha": 1.3}, layer=lin()), V),
     "embedding with padding": Row(
-        lambda: Own(
-            lambda m, x: m.head(m.words((x > 0).long())), words=nn.Embedding(4, 8, padding_idx=0), head=lin()
-        ),
+        lambda: Own(lambda m, x: m.head(m.words((x > 0).long())), words=nn.Embedding(4, 8, padding_idx=0), head=lin()),
         V,
     ),
     "tied embedding": Row(
         lambda: Own(lambda m, x: F.linear(m.words((x > 0).long()), m.words.weight), words=nn.Embedding(4, 8)),
         V,
     ),
-    "average of weights as buffers": Row(
-        lambda: Own(lambda m, x: m.layer(x), layer=lin(), weight_ema=normal(8, 8)), V
-    ),
+    "average of weights as buffers": Row(lambda: Own(lambda m, x: m.layer(x), layer=lin(), weight_ema=normal(8, 8)), V),
     "codebook": Row(
         lambda: Own(lambda m, x: m.layer(x @ m.codes.T), {"codes": normal(5, 8)}, layer=nn.Linear(5, 4)), V
     ),
     "weight standardization": Row(
-        lambda: Own(
-            lambda m, x: F.conv2d(x, (m.w - m.w.mean((1, 2, 3), keepdim=True)) / 2), {"w": normal(4, 3, 3, 3)}
-        ),
+        lambda: Own(lambda m, x: F.conv2d(x, (m.w - m.w.mean((1, 2, 3), keepdim=True)) / 2), {"w": normal(4, 3, 3, 3)}),
         IMG,
     ),
     "LSTM": Row(lambda: Own(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(8, 4, batch_first=True)), T),
@@ -400,9 +376,7 @@ ROWS: dict[str, Row] = {
         T,
     ),
     "attention": Row(
-        lambda: Own(
-            lambda m, x: m.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(8, 2, batch_first=True)
-        ),
+        lambda: Own(lambda m, x: m.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(8, 2, batch_first=True)),
         T,
     ),
     "low-rank adapter": Row(
@@ -422,9 +396,7 @@ ROWS: dict[str, Row] = {
         V,
     ),
     "bins of a distribution": Row(
-        lambda: Own(
-            lambda m, x: (m.layer(x).softmax(-1) * m.project).sum(-1), layer=lin(), project=torch.arange(8.0)
-        ),
+        lambda: Own(lambda m, x: (m.layer(x).softmax(-1) * m.project).sum(-1), layer=lin(), project=torch.arange(8.0)),
         T,
     ),
     "bins as a product": Row(
@@ -483,9 +455,7 @@ def test_ten_steps_are_those_of_the_module(name: str) -> None:
     twin, proto = export(ROWS[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = graphopt.compile(
-            proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01, momentum=0.9)
-        )
+        step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01, momentum=0.9))
     executor = graphopt.Executor(step, threads=1, native=False)
     optimizer = torch.optim.SGD(twin.parameters(), 0.01, momentum=0.9)
     inputs = [torch.randn(ROWS[name].shape) for _ in range(10)]
@@ -494,9 +464,7 @@ def test_ten_steps_are_those_of_the_module(name: str) -> None:
 
 def test_a_bound_of_clip_is_a_constant_even_if_it_is_shared() -> None:
     text = "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, w)\n c = Clip(h, lo, hi)\n y = Mul(c, lo) }"
-    proto = model(
-        text, w=np.random.default_rng(0).normal(size=(4, 4)), lo=np.array(-0.51234), hi=np.array(np.inf)
-    )
+    proto = model(text, w=np.random.default_rng(0).normal(size=(4, 4)), lo=np.array(-0.51234), hi=np.array(np.inf))
     for name in ("lo", "hi"):
         for node in proto.graph.node:
             node.input[:] = [f"onnx::Clip_{name}" if x == name else x for x in node.input]
@@ -533,9 +501,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter = lin(bias=False)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"up": lin(12), "down": nn.Linear(12, 8)}) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": lin(12), "down": nn.Linear(12, 8)}) for _ in range(2))
         self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
         self.norm = nn.GroupNorm(2, 6)
         self.head = nn.Sequential(nn.PReLU(6), lin(4))
@@ -569,9 +535,7 @@ SHARED: dict[str, Callable[[], nn.Module]] = {
     "three times": lambda: called(feed(), lambda m, x: m(twice(m, x))),
     "two halves": lambda: called(feed(), lambda m, x: m(x[:, :3]) * m(x[:, 3:])),
     "a module that has a Sequential": lambda: called(Own(lambda m, x: x + m.net(x), net=feed()), twice),
-    "a Sequential in a Sequential": lambda: called(
-        nn.Sequential(nn.Sequential(feed(), nn.ReLU()), lin()), twice
-    ),
+    "a Sequential in a Sequential": lambda: called(nn.Sequential(nn.Sequential(feed(), nn.ReLU()), lin()), twice),
     "a list of a Sequential": lambda: called(nn.ModuleList([feed()]), lambda m, x: twice(m[0], x)),
     "without biases": lambda: called(nn.Sequential(lin(12, False), nn.Linear(12, 8, bias=False)), twice),
     "with norms": lambda: called(nn.Sequential(nn.LayerNorm(8), feed()), lambda m, x: x + m(x + m(x))),
@@ -612,9 +576,7 @@ def test_a_pattern_reaches_the_weights_of_a_module(name: str) -> None:
             assert numbers_in(trained(frozen).values()) == whole - own and not said, child
     for path, parameter in [*module.named_parameters()][::3]:
         frozen, said = decided(normalized, freeze=path)
-        assert numbers_in(trained(frozen).values()) == whole - parameter.numel() or "which has" in said[0], (
-            path
-        )
+        assert numbers_in(trained(frozen).values()) == whole - parameter.numel() or "which has" in said[0], path
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -635,9 +597,7 @@ def test_groups_reach_the_weights_of_a_module() -> None:
     still = passes.Group("blocks.1.*", learning_rate=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step = graphopt.compile(
-            proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1, groups=(still,))
-        )
+        step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1, groups=(still,)))
     executor = graphopt.Executor(step, native=False)
     before = {name: np.array(x) for name, x in executor.parameters.items()}
     executor.step(x=np.ones(T, np.float32), target=np.zeros((2, 6, 4), np.float32))
@@ -660,9 +620,7 @@ def test_a_pattern_that_reaches_a_part_of_a_joined_value_is_said() -> None:
 
 
 def test_a_pattern_that_reaches_a_bias_without_its_weight_is_said() -> None:
-    text = (
-        "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, W)\n a = Add(h, layer.bias)\n y = MatMul(a, V) }"
-    )
+    text = "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, W)\n a = Add(h, layer.bias)\n y = MatMul(a, V) }"
     rng = np.random.default_rng(0)
     arrays = {"W": rng.normal(size=(4, 4)), "bias": rng.normal(size=4), "V": rng.normal(size=(4, 4))}
     proto = model(text.replace("layer.bias", "bias"), **arrays)
@@ -833,9 +791,7 @@ def test_a_name_that_no_module_of_pytorch_has_is_unsure(name: str) -> None:
 
 @pytest.mark.parametrize("spread", [lambda k: k.expand(4, 1, 5, 5), lambda k: k.repeat(4, 1, 1, 1)])
 def test_a_filter_that_is_spread_over_the_channels_does_not_train(spread: Callable) -> None:
-    own = Own(
-        lambda m, x: F.conv2d(m.first(x), spread(m.k), groups=4), first=nn.Conv2d(3, 4, 3), k=gaussian(1)
-    )
+    own = Own(lambda m, x: F.conv2d(m.first(x), spread(m.k), groups=4), first=nn.Conv2d(3, 4, 3), k=gaussian(1))
     _, proto = export(Row(lambda: own, IMG))
     assert {*trained(decided(proto)[0])} == {"first.weight", "first.bias"}
 

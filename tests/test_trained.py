@@ -197,9 +197,7 @@ def test_a_run_says_if_another_epoch_was_better(capsys: pytest.CaptureFixture[st
         best = min(records, key=lambda record: record["validation_loss"])
         is_other = best["epoch"] != records[-1]["epoch"]
         said = capsys.readouterr().out
-        assert (
-            f"epoch {best['epoch']} had validation loss {best['validation_loss']:.4g}" in said
-        ) == is_other
+        assert (f"epoch {best['epoch']} had validation loss {best['validation_loss']:.4g}" in said) == is_other
         were_better.add(is_other)
     assert were_better == {False, True}
     given = ["optimizer=sgd", "optimizer.learning_rate=100", "folder=stopped", "fit.epochs=6"]

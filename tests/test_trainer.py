@@ -36,9 +36,7 @@ def regression(**options):
 
 def classification(**options):
     network = models.mlp([3], 3, hidden=[16])
-    return graphopt.Trainer(
-        network, loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.01), max_iter=20, **options
-    )
+    return graphopt.Trainer(network, loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.01), max_iter=20, **options)
 
 
 def test_a_regression_is_learned():
@@ -57,9 +55,7 @@ def test_a_fixed_batch_predicts_any_number_of_rows():
     network = linear()
     for value in (*network.graph.input, *network.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 10
-    fixed, free = (
-        graphopt.Trainer(x, max_iter=1, batch_size=10).fit(X[:100], Y[:100]) for x in (network, linear())
-    )
+    fixed, free = (graphopt.Trainer(x, max_iter=1, batch_size=10).fit(X[:100], Y[:100]) for x in (network, linear()))
     np.testing.assert_allclose(fixed.predict(X), free.predict(X), rtol=1e-5)
     np.testing.assert_allclose(fixed.losses(X, Y), free.losses(X, Y), rtol=1e-5)
 
@@ -120,9 +116,7 @@ def test_fit_starts_from_the_models_weights_unless_warm():
     assert again[0] < first[-1]
     assert trainer.partial_fit(X, Y).train_losses_[0] < again[-1]
     initial = regression().losses(X, Y).mean()
-    assert initial == pytest.approx(
-        ((X @ _weight(linear(), "w") + _weight(linear(), "b") - Y) ** 2).mean(), rel=1e-4
-    )
+    assert initial == pytest.approx(((X @ _weight(linear(), "w") + _weight(linear(), "b") - Y) ** 2).mean(), rel=1e-4)
 
 
 def test_a_fit_starts_with_the_first_rate_again():
@@ -274,9 +268,7 @@ def test_probabilities_are_scikit_learns(classes):
     labels = np.arange(len(X)) % classes
     weights = LogisticRegression().fit(X, labels)
     logits = linear(3, 1 if classes == 2 else 3)
-    for initializer, array in zip(
-        logits.graph.initializer, (weights.coef_.T, weights.intercept_), strict=True
-    ):
+    for initializer, array in zip(logits.graph.initializer, (weights.coef_.T, weights.intercept_), strict=True):
         initializer.CopyFrom(onnx.numpy_helper.from_array(array.astype(np.float32), initializer.name))
     loss = passes.BinaryCrossEntropy() if classes == 2 else passes.CrossEntropy()
     trainer = graphopt.Trainer(logits, loss=loss, optimizer=passes.SGD(0.1), max_iter=2)

@@ -34,8 +34,7 @@ def product() -> list[Training]:
     draw = random.Random(0)
     return [
         Training(
-            **{name: draw.choice(values) for name, values in FACTORS.items()}
-            | dict(zip(PRODUCT, chosen, strict=True))
+            **{name: draw.choice(values) for name, values in FACTORS.items()} | dict(zip(PRODUCT, chosen, strict=True))
         )
         for chosen in itertools.product(*(FACTORS[name] for name in PRODUCT))
     ]
@@ -46,11 +45,7 @@ def wrong(training: Training) -> dict[str, float]:
     if training.form in KERNELS and toolchain.compiler() is None:
         pytest.skip("needs a C compiler")
     found = differences(trained(training), expected(training))
-    return {
-        name: error
-        for name, error in found.items()
-        if not error <= (OF_LOSSES if name == "loss" else OF_MOVES)
-    }
+    return {name: error for name, error in found.items() if not error <= (OF_LOSSES if name == "loss" else OF_MOVES)}
 
 
 @pytest.mark.parametrize(("loss", "static"), [("classes", False), ("squares", True)])

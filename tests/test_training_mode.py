@@ -68,9 +68,7 @@ def batches(count):
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_batch_normalization_trains_as_pytorchs(mode):
     trained = network().train(mode == "train")
-    proto = torch_models.export(
-        trained, batches(1)[0][0], "torchscript"
-    )  # which updates the statistics, to train
+    proto = torch_models.export(trained, batches(1)[0][0], "torchscript")  # which updates the statistics, to train
     trained.train()
     step = graphopt.compile(
         proto,
@@ -133,9 +131,7 @@ NORMALIZED = """g (T[N,3,S] x) => (T[N,3,S] y) {
 )
 @pytest.mark.parametrize("shape", [(4, 3, 5), (1, 3, 2), (1, 3, 1)])
 def test_the_running_variance_divides_by_the_count_of_its_exporter(producer, option, degrees, dtype, shape):
-    weights = {name: np.ones(3) for name in ("scale", "variance")} | dict.fromkeys(
-        ["shift", "mean"], np.zeros(3)
-    )
+    weights = {name: np.ones(3) for name in ("scale", "variance")} | dict.fromkeys(["shift", "mean"], np.zeros(3))
     proto = model(NORMALIZED.replace("T[", f"{TYPES[dtype]}["), dtype=dtype, **weights)
     proto.producer_name = producer
     step = graphopt.compile(
@@ -154,9 +150,7 @@ def test_the_running_variance_divides_by_the_count_of_its_exporter(producer, opt
 
 
 def test_the_running_variance_of_more_values_than_16_bits_hold_is_finite():
-    weights = {name: np.ones(3) for name in ("scale", "variance")} | dict.fromkeys(
-        ["shift", "mean"], np.zeros(3)
-    )
+    weights = {name: np.ones(3) for name in ("scale", "variance")} | dict.fromkeys(["shift", "mean"], np.zeros(3))
     proto = model(NORMALIZED.replace("T[", "float16["), dtype=np.float16, **weights)
     training = passes.TrainingMode(unbiased_variance=True)
     step = graphopt.compile(
@@ -286,9 +280,7 @@ def test_masks_pass_the_tests_of_random_numbers(generator):
     steps = [drawn(step) for step in (*range(8), 1000, 2**31 - 1)]
     found = {"bins": [deviation(np.bincount((x >> 22) + 512, minlength=1024)) for x in steps]}
     found["neighbours"] = [
-        deviation(pairs(x[:-by], x[by:]))
-        for x in steps
-        for by in (1, 2, 3, 7, 64, 256, 1024, 4096, 12345, 65536)
+        deviation(pairs(x[:-by], x[by:])) for x in steps for by in (1, 2, 3, 7, 64, 256, 1024, 4096, 12345, 65536)
     ]
     found["steps"] = [deviation(pairs(steps[i], steps[i + by])) for by in (1, 2, 4) for i in range(8 - by)]
     found["steps far apart"] = [deviation(pairs(steps[5], drawn(5 + 2**k))) for k in range(4, 24)]
@@ -325,10 +317,7 @@ def test_masks_have_no_pattern():
                     spectrum = spectrum.mean(axis=1 - axes[0])
                 assert spectrum.max() < 20 * spectrum.mean()
             if previous is not None:
-                assert (
-                    abs(np.corrcoef(kept.ravel(), (previous < (2 * share - 1) * 2**31).ravel())[0, 1])
-                    < 4 / 512
-                )
+                assert abs(np.corrcoef(kept.ravel(), (previous < (2 * share - 1) * 2**31).ravel())[0, 1]) < 4 / 512
         previous = drawn
 
 
@@ -344,9 +333,7 @@ def test_the_gradient_of_dropout_is_that_of_what_it_kept():
     x = RNG.standard_normal((3, 40)).astype(np.float32)
     outputs = run(step, 1, {"x": x, "target": 0 * x})[0]
     scale = outputs["y"] / x
-    np.testing.assert_allclose(
-        outputs["w.grad"], (2 * outputs["y"] * scale * x / x.size).sum(0), rtol=1e-4, atol=1e-7
-    )
+    np.testing.assert_allclose(outputs["w.grad"], (2 * outputs["y"] * scale * x / x.size).sum(0), rtol=1e-4, atol=1e-7)
 
 
 def test_a_normalization_without_running_statistics_trains_as_pytorchs():
@@ -397,9 +384,7 @@ def test_a_batch_of_unknown_rank_is_not_normalized():
     text = """g (float[N,4] x, int64[K] s) => (float[M] y) {
         h = Reshape(x, s) b = BatchNormalization(h, one, zero, zero, one) y = Flatten(b) }"""
     given = {"one": np.ones(4), "zero": np.zeros(4)}
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"BatchNormalization node .*: expected an input of known rank"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"BatchNormalization node .*: expected an input of known rank"):
         graphopt.Pipeline(a=passes.Normalize(), b=passes.TrainingMode())(model(text, **given))
 
 
@@ -555,9 +540,7 @@ def test_a_normalization_in_inference_form_stays_frozen_beside_a_live_one(case):
 
 
 def test_a_dropout_that_the_file_has_in_training_mode_drops_by_default_and_not_in_inference():
-    step = graphopt.compile(
-        two_normalizations(0, 0, "true"), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.0)
-    )
+    step = graphopt.compile(two_normalizations(0, 0, "true"), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.0))
     executor = graphopt.Executor(step)
     x = RNG.standard_normal((50, 3)).astype(np.float32)
     dropped = [np.mean(executor.step(x=x, target=np.zeros((50, 4), np.float32))["y"] == 0) for _ in range(2)]
@@ -606,9 +589,7 @@ def test_normalizations_in_a_row_without_an_optimizer_are_fused_without_a_warnin
     for name, shape in dict.fromkeys(("s", "o", "s2", "o2", "m", "v"), (4,)).items() | {("w", (4, 2))}:
         array = rng.random(shape).astype(np.float32) + 0.1
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    step = graphopt.compile(
-        proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=None
-    )
+    step = graphopt.compile(proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         executor = graphopt.Executor(step, native=False)

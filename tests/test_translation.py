@@ -87,9 +87,7 @@ def test_an_update_that_goes_uphill_is_seen_and_the_plain_step_runs(cache, monke
     forget_an_update(monkeypatch)
     executor = graphopt.Executor(image_step(), threads=1)
     batches = [images() for _ in range(4)]
-    with pytest.warns(
-        UserWarning, match=r"the step for onnxruntime: .*\.next' off by \S+ %: the plain step runs"
-    ):
+    with pytest.warns(UserWarning, match=r"the step for onnxruntime: .*\.next' off by \S+ %: the plain step runs"):
         executor.step(batches[0])
     (folder,) = cache.glob("difference-*")
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -178,9 +176,7 @@ def test_true_raises_an_error_and_false_compares_nothing(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graphopt.Executor(step, threads=1, verify=False).step(batch)
-    with pytest.raises(
-        graphopt.GraphoptError, match="verify: expected auto, first, full, true or false, found 'of"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="verify: expected auto, first, full, true or false, found 'of"):
         graphopt.Executor(step, verify="often")
 
 
@@ -329,9 +325,7 @@ def test_a_provider_that_does_not_deliver_the_new_state_is_an_error(monkeypatch)
     monkeypatch.setattr(BoundSession, "call", undelivered)
     monkeypatch.setattr(graphopt.Device, "on_cpu", False)
     before = executor.state
-    with pytest.raises(
-        graphopt.GraphoptError, match="expected the new state in the memory that it was given"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="expected the new state in the memory that it was given"):
         executor.step(rows())
     for name, value in executor.state.items():
         np.testing.assert_array_equal(value, before[name])

@@ -90,9 +90,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     net, example = network(), torch.rand(1, 3, 16, 24)
     torch.onnx.export(net, (example,), folder / "fixed.onnx", dynamo=False)
     axes = {"x": {0: "batch", 2: "height", 3: "width"}}
-    torch.onnx.export(
-        net, (example,), folder / "open.onnx", dynamo=False, input_names=["x"], dynamic_axes=axes
-    )
+    torch.onnx.export(net, (example,), folder / "open.onnx", dynamo=False, input_names=["x"], dynamic_axes=axes)
     torch.onnx.export(LastChannel(net), (example.permute(0, 2, 3, 1),), folder / "last.onnx", dynamo=False)
     (written(folder / "pictures", slice(0, 150)) / "six" / "Thumbs.db").write_bytes(b"no image")
     return folder
@@ -137,9 +135,7 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
         and lines["pixels"].endswith("as --pixels says")
         and "; its fixed batch of 1 is freed" in lines["model"]
     )
-    assert (tmp_path / "run" / "report.html").read_text().count(
-        "<figure"
-    ) >= 12  # pictures, and not their features
+    assert (tmp_path / "run" / "report.html").read_text().count("<figure") >= 12  # pictures, and not their features
     trained = tmp_path / "run" / "trained.onnx"
     note = {entry.key: entry.value for entry in onnx.load(trained).metadata_props}
     assert json.loads(note["labels"]) == sorted(NAMES) and note["Image.NominalPixelRange"] == "Normalized_0_1"
@@ -170,9 +166,7 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
     assert found > expected - 0.03 and expected > 0.75
 
 
-def test_the_printed_recipe_repeats_the_run(
-    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_printed_recipe_repeats_the_run(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tuned(
         files / "fixed.onnx",
         files / "pictures",
@@ -188,9 +182,7 @@ def test_the_printed_recipe_repeats_the_run(
     first, *others = (graphopt.load(tmp_path / name / "trained.onnx") for name in ("run", "again", "typed"))
     for other in others:
         for name, value in first.graph.initializers.items():
-            assert np.array_equal(
-                value.const_value.numpy(), other.graph.initializers[name].const_value.numpy()
-            )
+            assert np.array_equal(value.const_value.numpy(), other.graph.initializers[name].const_value.numpy())
 
 
 def test_deeper_layers_train_after_the_head_of_a_file_that_leaves_its_sizes_open(
@@ -365,9 +357,7 @@ def test_recordings_are_read_as_soundfile_reads_them(tmp_path: Path) -> None:
     found = data.audio(str(tmp_path), samples=60)
     assert np.allclose(found.arrays["x"][:], [expected[0], expected[2], expected[1]], atol=1e-6)
     soundfile.write(tmp_path / "a" / "9.wav", rng.uniform(-1, 1, 30), 8000)
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"9\.wav: expected 16,000 samples per second, found 8,000"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match=r"9\.wav: expected 16,000 samples per second, found 8,000"):
         data.audio(str(tmp_path))
 
 

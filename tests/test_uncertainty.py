@@ -33,9 +33,7 @@ def network(form: str = "Gemm", outputs: int = 3, ending: str = "y = Identity(z)
     rng = np.random.default_rng(1)
     w = rng.standard_normal((5, outputs))
     numbers = {"u": rng.standard_normal((4, 5)), "w": w, "v": w.T.copy(), "b": rng.standard_normal(outputs)}
-    used = {
-        name: x for name, x in numbers.items() if name == "u" or f"{name}" in FORMS[form].split("(", 1)[1]
-    }
+    used = {name: x for name, x in numbers.items() if name == "u" or f"{name}" in FORMS[form].split("(", 1)[1]}
     text = f"g (float[N,4] x) => (float[N,{outputs}] y) {{ f = MatMul(x, u) h = Tanh(f) {FORMS[form]} {ending} }}"
     return model(text, **used)
 
@@ -43,8 +41,7 @@ def network(form: str = "Gemm", outputs: int = 3, ending: str = "y = Identity(z)
 def torch_layers(form: str, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the features of the rows, with a 1 for a bias, and the last layer's weights, in float64."""
     weights = {
-        x.name: torch.tensor(onnx.numpy_helper.to_array(x)).double()
-        for x in network(form, outputs).graph.initializer
+        x.name: torch.tensor(onnx.numpy_helper.to_array(x)).double() for x in network(form, outputs).graph.initializer
     }
     w = weights["w"] if "w" in weights else weights["v"].T
     h = torch.tanh(torch.tensor(X).double() @ weights["u"])
@@ -162,9 +159,7 @@ def test_means_and_variances_of_dropout_are_those_of_all_masks() -> None:
     np.testing.assert_allclose(found["y"], np.tanh(x @ u) @ w, rtol=1e-5, atol=1e-6)
     assert (np.abs(found["y.mean"] - every.mean(0)) < 5 * spread / np.sqrt(samples)).all()
     fourth = ((every - every.mean(0)) ** 4).mean(0)
-    assert (
-        np.abs(found["y.variance"] - spread**2) < 5 * np.sqrt((fourth - spread**4) / samples) + 1e-6
-    ).all()
+    assert (np.abs(found["y.variance"] - spread**2) < 5 * np.sqrt((fourth - spread**4) / samples) + 1e-6).all()
     p = softmax(every, axis=2)
     assert (np.abs(found["probability"] - p.mean(0)) < 5 * p.std(0) / np.sqrt(samples)).all()
 

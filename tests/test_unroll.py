@@ -152,10 +152,7 @@ def test_names_differ_from_those_in_a_branch():
     """A graph that was copied does not know which names its branches took."""
     step = compiled(**STEPS["accumulate"])
     branches = [
-        a.as_graph()
-        for node in step.graph
-        for a in node.attributes.values()
-        if a.type == ir.AttributeType.GRAPH
+        a.as_graph() for node in step.graph for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH
     ]
     inside = [y for branch in branches for node in branch for y in node.outputs]
     taken = {y.name for node in step.graph.all_nodes() for y in node.outputs}

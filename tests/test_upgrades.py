@@ -358,9 +358,7 @@ def file_of(call: Call, arrays: dict[str, np.ndarray], is_open: bool = False) ->
         if name.islower()
     ]
     constants = [numpy_helper.from_array(arrays[name], name) for name in given if not name.islower()]
-    graph = helper.make_graph(
-        [node], "g", inputs, [onnx.ValueInfoProto(name=name) for name in outputs], constants
-    )
+    graph = helper.make_graph([node], "g", inputs, [onnx.ValueInfoProto(name=name) for name in outputs], constants)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", call.opset)])
     proto.ir_version = max(4, min(IR_VERSION, ir_version_of(call.opset)))
     return proto
@@ -459,10 +457,7 @@ EARLY: dict[str, Callable[[], Any]] = {
     "6 And<broadcast=1, axis=2>(bits, MASK)": lambda: INPUTS["bits"] & CONSTANTS["MASK"],
     "6 Or<broadcast=1, axis=2>(bits, MASK)": lambda: INPUTS["bits"] | CONSTANTS["MASK"],
     "6 Xor<broadcast=1, axis=2>(bits, MASK)": lambda: INPUTS["bits"] ^ CONSTANTS["MASK"],
-    **{
-        f"{v} Gemm<broadcast=1>(m, M, B)": lambda: INPUTS["m"] @ CONSTANTS["M"] + CONSTANTS["B"]
-        for v in (5, 6)
-    },
+    **{f"{v} Gemm<broadcast=1>(m, M, B)": lambda: INPUTS["m"] @ CONSTANTS["M"] + CONSTANTS["B"] for v in (5, 6)},
     **{f"{v} PRelu(x, BY_CHANNEL)": lambda: np.where(X < 0, BY_CHANNEL * X, X) for v in (5, 6)},
     "5 BatchNormalization<is_test=1, consumed_inputs=[0, 0, 0, 1, 1]>(x, POSITIVE, BY_CHANNEL, BY_CHANNEL, POSITIVE)": (
         lambda: normalized_by(BY_CHANNEL, VARIANCE)
@@ -574,9 +569,7 @@ def test_bodies_are_converted(operator: str, opset: int) -> None:
 
 def test_a_mask_of_numbers_stays_one() -> None:
     for opset in (7, 9):
-        proto = text_model(
-            "g (float[2,3] x) => (float[2,3] y, float[2,3] m) { y, m = Dropout<ratio=0.3>(x) }", opset
-        )
+        proto = text_model("g (float[2,3] x) => (float[2,3] y, float[2,3] m) { y, m = Dropout<ratio=0.3>(x) }", opset)
         y, mask = run(ir.to_proto(normalized(proto)), {"x": X[0, :2, 0, :3]})
         np.testing.assert_array_equal(y, X[0, :2, 0, :3])
         np.testing.assert_array_equal(mask, np.ones((2, 3), np.float32))
@@ -630,9 +623,5 @@ def test_an_early_file_trains() -> None:
     w, b = (numpy_helper.to_array(each) for each in proto.graph.initializer)
     x, target = floats(3, 5), floats(3, 6)
     executor = graphopt.Executor(step)
-    assert executor.step(x=x, target=target)["loss"] == pytest.approx(
-        np.mean((x @ w + b - target) ** 2), rel=1e-5
-    )
-    np.testing.assert_allclose(
-        executor.parameters["b"], b - 0.1 * (2 * (x @ w + b - target) / 18).sum(0), rtol=1e-4
-    )
+    assert executor.step(x=x, target=target)["loss"] == pytest.approx(np.mean((x @ w + b - target) ** 2), rel=1e-5)
+    np.testing.assert_allclose(executor.parameters["b"], b - 0.1 * (2 * (x @ w + b - target) / 18).sum(0), rtol=1e-4)

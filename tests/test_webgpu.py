@@ -44,9 +44,7 @@ NETWORKS = {"mlp": models.mlp((1, 8, 8), 10, hidden=(32,)), "cnn": models.cnn((1
 
 
 def compiled(network: str = "mlp", **steps: Any) -> Any:
-    return graphopt.compile(
-        NETWORKS[network], loss=passes.CrossEntropy(), **{"optimizer": passes.AdamW(1e-3), **steps}
-    )
+    return graphopt.compile(NETWORKS[network], loss=passes.CrossEntropy(), **{"optimizer": passes.AdamW(1e-3), **steps})
 
 
 def pair(step: Any, **options: Any) -> tuple[graphopt.Executor, graphopt.Executor]:
@@ -152,9 +150,7 @@ def test_state_that_the_cpu_reads_is_read_anew_in_each_step() -> None:
     first = graphopt.Executor(step, device="webgpu")
     (form,) = first._steps.runner.forms
     state = {x.name for x in with_role(form.model, Role.PARAMETER, Role.SLOT)}
-    readers = [
-        node.name for node in form.model.graph if state & {x.name for x in node.inputs if x is not None}
-    ]
+    readers = [node.name for node in form.model.graph if state & {x.name for x in node.inputs if x is not None}]
     forced = {"forceCpuNodeNames": "\n".join(map(str, readers))}
     on_cpu, on_gpu = pair(step, provider_options=forced)
     assert set(readers) & set(on_gpu.fallbacks())
@@ -226,11 +222,7 @@ def test_a_step_reads_the_device_once(reads: Counter[str], tmp_path: Path, monke
     losses(on_gpu)
     assert reads.total() == 4
     (form,) = on_gpu._steps.runner.forms
-    nodes = [
-        x["args"]
-        for x in json.loads(Path(form.session.ort.end_profiling()).read_text())
-        if x["cat"] == "Node"
-    ]
+    nodes = [x["args"] for x in json.loads(Path(form.session.ort.end_profiling()).read_text()) if x["cat"] == "Node"]
     assert sum(node.get("provider") == "WebGpuExecutionProvider" for node in nodes) > 100
     assert not any(node.get("op_name") == "MemcpyToHost" for node in nodes)
 
@@ -318,9 +310,7 @@ def test_a_step_that_is_not_finite_keeps_the_state(chosen: str) -> None:
 def test_threads_do_not_disturb_each_other() -> None:
     executors = [graphopt.Executor(compiled(network), device="webgpu") for network in ("mlp", "cnn")]
     found: dict[int, list[float]] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: losses(executors[i], 8)})) for i in range(2)
-    ]
+    threads = [threading.Thread(target=lambda i=i: found.update({i: losses(executors[i], 8)})) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -436,14 +426,10 @@ def test_a_machine_without_an_adapter_is_told_what_to_install(tmp_path: Path) ->
         **hidden,
         "PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert (
-        "device 'webgpu': expected a graphics adapter, found none" in last and "mesa-vulkan-drivers" in last
-    )
+    assert "device 'webgpu': expected a graphics adapter, found none" in last and "mesa-vulkan-drivers" in last
 
 
 @pytest.mark.whole

@@ -52,10 +52,7 @@ READ = {
     "step/Conv/*group=*": "sizes that the runtime gathers",
     "*-fed*": "indices that are inputs",
     "*/Resize-*none-[[]*": "sizes that are inputs",
-    **{
-        f"gradient/unknown/{name}-*": "positions, of unknown sizes"
-        for name in ("GatherND", "Pad", "Slice", "Tile")
-    },
+    **{f"gradient/unknown/{name}-*": "positions, of unknown sizes" for name in ("GatherND", "Pad", "Slice", "Tile")},
 }
 # WGSL's functions are less exact than the CPU's.
 INEXACT = {"*/DFT-*": 1e-3, "step/*": 2e-4, "*/+300/*": 5e-4}

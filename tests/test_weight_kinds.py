@@ -107,9 +107,7 @@ def build(name: str, rng: np.random.Generator) -> onnx.ModelProto:
     return proto
 
 
-def twin(
-    case: Case, proto: onnx.ModelProto, start: dict[str, np.ndarray], data: Any, steps: int
-) -> list[float]:
+def twin(case: Case, proto: onnx.ModelProto, start: dict[str, np.ndarray], data: Any, steps: int) -> list[float]:
     """Train the same adapter in PyTorch, in float64, and return the losses."""
     x, target = (torch.tensor(array.astype(np.float64)) for array in data)
     w, b = (torch.tensor(onnx.numpy_helper.to_array(t).astype(np.float64)) for t in proto.graph.initializer)
@@ -178,18 +176,14 @@ def test_an_adapter_of_one_s_own_changes_a_weight_of_one_s_own_operator() -> Non
     rng = np.random.default_rng(0)
     for name in ("Layer", "LayerBeside", "Heads"):
         proto, x = build(name, rng), rng.standard_normal((5, 8)).astype(np.float32)
-        step = graphopt.compile(
-            proto, adapter=Gain("w"), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
-        )
+        step = graphopt.compile(proto, adapter=Gain("w"), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
         executor = graphopt.Executor(step)
         executor.step(x=x, target=np.zeros((5, 6), np.float32))
         w, b = (torch.tensor(onnx.numpy_helper.to_array(t)) for t in proto.graph.initializer)
         matrix = CASES[name].to_matrix(w) * torch.tensor(executor.parameters["w.gain"])
         expected = CASES[name].compute(torch.tensor(x), CASES[name].from_matrix(matrix), b).tanh().numpy()
         np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(
-            graphopt.run(executor.trained(), {"x": x})["y"], expected, rtol=1e-5, atol=1e-5
-        )
+        np.testing.assert_allclose(graphopt.run(executor.trained(), {"x": x})["y"], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +205,7 @@ def test_an_operator_has_one_kind_of_weight_at_an_input(arguments: Any, message:
 
 @pytest.mark.parametrize("axes", [{"inputs": []}, {"inputs": [0]}, {"outputs": [-2]}, {"inputs": [-1, -1]}])
 def test_axes_that_are_no_matrix_are_refused(axes: dict[str, list[int]]) -> None:
-    with pytest.raises(
-        GraphoptError, match=r"my\.nets::Wrong, input 1: expected axes of inputs and of outputs"
-    ):
+    with pytest.raises(GraphoptError, match=r"my\.nets::Wrong, input 1: expected axes of inputs and of outputs"):
         passes.weight_kind("my.nets", "Wrong", 1, **axes)
     assert ("my.nets", "Wrong", 1) not in weight_kinds.WEIGHT_KINDS
 
@@ -237,9 +229,7 @@ def test_dropout_of_a_weight_itself_is_refused() -> None:
 def test_weights_of_fewer_axes_have_no_adapter(text: str, reader: str) -> None:
     passes.weight_kind("", "PRelu", 1, inputs=[-3], outputs=[-2, -1])
     with pytest.raises(GraphoptError, match=f"found 'w', which {reader} reads"):
-        graphopt.compile(
-            model(text, w=np.ones(4)), adapter=passes.LoRA("w", rank=1), loss=passes.MeanSquaredError()
-        )
+        graphopt.compile(model(text, w=np.ones(4)), adapter=passes.LoRA("w", rank=1), loss=passes.MeanSquaredError())
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -251,9 +241,7 @@ def test_slots_do_not_leave_out_an_operator_that_was_inlined(both: bool) -> None
         proto.graph.node.append(onnx.helper.make_node("Add", ["h", "z"], ["y"]))
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
     executor = graphopt.Executor(graphopt.compile(proto, adapter=passes.LoRA("w", rank=2), **steps))
-    with pytest.raises(
-        GraphoptError, match=r"passes\.weight_kind\('my\.nets', 'Unknown', 1, \.\.\.\) registers it"
-    ):
+    with pytest.raises(GraphoptError, match=r"passes\.weight_kind\('my\.nets', 'Unknown', 1, \.\.\.\) registers it"):
         executor.trained(into=proto, adapters="slots")
 
 
@@ -264,9 +252,7 @@ def test_moves_have_inverses() -> None:
         x = rng.standard_normal((2, 3, 4, 5))
         moves = WeightKind(inputs=inputs, outputs=outputs).moves(node, x.shape)
         turned = moved(x, moves)
-        size = {
-            name: np.prod([x.shape[axis] for axis in axes]) for name, axes in (("K", inputs), ("N", outputs))
-        }
+        size = {name: np.prod([x.shape[axis] for axis in axes]) for name, axes in (("K", inputs), ("N", outputs))}
         assert turned.shape[-2:] == (size["K"], size["N"])
         np.testing.assert_array_equal(moved(turned, inverse(moves, x.shape)), x)
 

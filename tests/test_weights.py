@@ -57,9 +57,7 @@ def carried(case: gradient_cases.Case) -> dict[int, bool]:
     free = dataclasses.replace(case, constant=())
     found = {output.name for output in gradient_model(model_of(free, precision(free))).graph.outputs}
     arrays = {
-        i: x
-        for i, x in enumerate(case.inputs)
-        if isinstance(x, tuple) or (x is not None and x.dtype.kind == "f")
+        i: x for i, x in enumerate(case.inputs) if isinstance(x, tuple) or (x is not None and x.dtype.kind == "f")
     }
     return {i: f"x{i}.grad" in found for i in arrays}
 
@@ -220,9 +218,7 @@ def test_merged_weights_are_parted_and_a_layer_used_twice_is_not() -> None:
     names = set(trained(loaded))
     assert {"norms.0.weight", "norms.1.weight", "norms.2.weight", "norms.1.bias"} <= names
     loaded, _ = decided(exported(Clones, "dynamo"), retie="norms.*.weight")
-    assert (
-        len([name for name in trained(loaded) if name.startswith("norms") and name.endswith("weight")]) == 1
-    )
+    assert len([name for name in trained(loaded) if name.startswith("norms") and name.endswith("weight")]) == 1
 
 
 @pytest.mark.slow
@@ -268,14 +264,9 @@ def test_what_the_exporter_joined_with_a_buffer_is_unsure() -> None:
 
 def test_a_batch_normalization_that_is_written_out_keeps_its_mean() -> None:
     body = "s = Sub(t, mean)\n m = Mul(s, scale)\n y = Add(m, shift)"
-    weights = {
-        name: np.random.default_rng(i).normal(size=(1, 4))
-        for i, name in enumerate(("mean", "scale", "shift"))
-    }
+    weights = {name: np.random.default_rng(i).normal(size=(1, 4)) for i, name in enumerate(("mean", "scale", "shift"))}
     weights["w"] = np.random.default_rng(3).normal(size=(4, 4))
-    loaded, said = decided(
-        model(f"g (float[3,4] x) => (float[3,4] y) {{ t = MatMul(x, w)\n {body} }}", **weights)
-    )
+    loaded, said = decided(model(f"g (float[3,4] x) => (float[3,4] y) {{ t = MatMul(x, w)\n {body} }}", **weights))
     assert set(trained(loaded)) == {"w", "scale", "shift"}
     assert [origin(loaded, name).certain for name in ("mean", "scale", "shift")] == [False, False, True]
     assert any("'mean'" in line and "'scale'" in line for line in said)
@@ -483,11 +474,7 @@ def test_what_is_constant_by_its_use_does_not_train(name: str, producer: str) ->
     lines, constant, arrays = CONSTANTS[name]
     arrays = arrays | {"w": np.random.default_rng(0).normal(size=(8, 6))}
     if "(h" not in lines:
-        lines = (
-            f"{lines}\n u = Mul(h, y)".replace("y =", "y0 =")
-            .replace("(h, y)", "(h, y0)")
-            .replace("u =", "y =")
-        )
+        lines = f"{lines}\n u = Mul(h, y)".replace("y =", "y0 =").replace("(h, y)", "(h, y0)").replace("u =", "y =")
     proto = model(f"g (float[N,8] x) => (float[N,6] y) {{ h = MatMul(x, w)\n {lines} }}", **arrays)
     if producer:  # another tool added nodes to a file of PyTorch
         proto.graph.node[0].name, proto.producer_name = "/head/MatMul", producer
@@ -622,14 +609,10 @@ def test_untie_gives_each_use_a_copy() -> None:
 def test_the_report_lists_what_trains_and_why() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = report(
-            exported(Attention, "torchscript"), graphopt.standard(loss=passes.CrossEntropy())
-        ).summary()
+        found = report(exported(Attention, "torchscript"), graphopt.standard(loss=passes.CrossEntropy())).summary()
     lines = [line.split() for line in found.splitlines()]
     heads = [
-        line[0]
-        for line in lines
-        if line and line[0] in ("trains", "frozen", "tied", "buffer", "constant", "unsure")
+        line[0] for line in lines if line and line[0] in ("trains", "frozen", "tied", "buffer", "constant", "unsure")
     ]
     assert heads == ["trains", "tied", "buffer", "constant", "unsure"]
     assert any(line[:3] == ["mask", "float[5,5]", "25"] and "regular" in line for line in lines)
@@ -678,9 +661,7 @@ def heads() -> onnx.ModelProto:
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_loss_on_one_of_two_outputs_keeps_the_weights_of_the_other(fuse: bool) -> None:
     options = {} if fuse else {"fuse": None}
-    with pytest.warns(
-        UserWarning, match="does not depend on 1 of 3 parameters, which do not train: 'v'$"
-    ) as said:
+    with pytest.warns(UserWarning, match="does not depend on 1 of 3 parameters, which do not train: 'v'$") as said:
         step = graphopt.compile(
             heads(),
             loss=passes.MeanSquaredError(output="a"),
@@ -714,17 +695,13 @@ def test_the_report_says_which_outputs_a_loss_can_compare() -> None:
 
 def test_a_loss_that_reaches_no_weight_is_refused() -> None:
     text = "g (float[N,4] x) => (float[N,4] a, float[N,3] b) { a = Tanh(x)\n b = MatMul(x, w) }"
-    with pytest.raises(
-        GraphoptError, match="the loss does not depend on 'w': freeze them, or compare another output"
-    ):
+    with pytest.raises(GraphoptError, match="the loss does not depend on 'w': freeze them, or compare another output"):
         graphopt.compile(model(text, w=np.ones((4, 3))), loss=passes.MeanSquaredError(output="a"))
 
 
 def test_what_tf2onnx_folded_trains_and_is_not_certain():
     text = "g (float[N,4] x) => (float[N,3] y) { h = MatMul(x, const_fold_opt__1) y = Add(h, b) }"
-    proto = model(
-        text, const_fold_opt__1=np.random.default_rng(0).random((4, 3)), b=np.array([0.3, -0.2, 0.5])
-    )
+    proto = model(text, const_fold_opt__1=np.random.default_rng(0).random((4, 3)), b=np.array([0.3, -0.2, 0.5]))
     proto.producer_name = "tf2onnx"
     loaded, said = decided(proto)
     assert {x.name for x in with_role(loaded, Role.PARAMETER)} == {"const_fold_opt__1", "b"}

@@ -14,9 +14,7 @@ import graphopt
 import passes
 from graphopt.errors import GraphoptError
 
-pytestmark = pytest.mark.skipif(
-    onnxruntime.__version__.startswith("1.19."), reason="onnxruntime 1.19 has no opset 22"
-)
+pytestmark = pytest.mark.skipif(onnxruntime.__version__.startswith("1.19."), reason="onnxruntime 1.19 has no opset 22")
 
 ONE = [(1,), (2,), (4,), (7,)]  # sizes of inputs along the axes of space
 AVERAGES = [("MaxPool", ""), ("AveragePool", ""), ("AveragePool", ", count_include_pad=1")]
@@ -110,9 +108,7 @@ def derivatives(node: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.sample(60)
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize(("node", "sizes"), CASES)
-def test_the_gradient_reaches_what_the_runtime_reads(
-    node: str, sizes: tuple[int, ...], is_open: bool
-) -> None:
+def test_the_gradient_reaches_what_the_runtime_reads(node: str, sizes: tuple[int, ...], is_open: bool) -> None:
     count = math.prod(sizes)
     x = np.random.default_rng(0).permutation(count).reshape(1, 1, *sizes).astype(np.float32) + 1
     y, depends = derivatives(node, x)

@@ -183,9 +183,7 @@ def test_a_focal_loss_on_class_numbers_is_pytorchs() -> None:
     step = graphopt.compile(mlp((3, 4, 3)), loss=Focal(), optimizer=passes.SGD(0.1))
     executor = graphopt.Executor(step, native=False)
     y = torch.from_numpy(executor.predict(x=x)["y"])
-    assert executor.step(x=x, target=t)["loss"] == pytest.approx(
-        focal(y, torch.from_numpy(t)).item(), rel=1e-5
-    )
+    assert executor.step(x=x, target=t)["loss"] == pytest.approx(focal(y, torch.from_numpy(t)).item(), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -320,16 +318,12 @@ FORMULAS: dict[str, Callable[[Any, Any], Any]] = {
     "powers": lambda op, x: x**2 + 2**x + abs(x) ** 0.5,
     "reflected": lambda op, x: (2 - x) + 1 / (x + 5) + 3 * x + (1 + x),
     "products": lambda op, x: x @ np.eye(4, 3, dtype=np.float32),
-    "a product of an array": lambda op, x: (
-        np.ones((4, 2), np.float32).T @ (x.T if op is None else op.Transpose(x))
-    ),
+    "a product of an array": lambda op, x: np.ones((4, 2), np.float32).T @ (x.T if op is None else op.Transpose(x)),
     "signs": lambda op, x: +(-x) - -x,
     "masks": lambda op, x: (x > 0) * x + 2.0 * ((x >= 1) * x) - (x < -0.5) * x - (x <= 0) * x,
     "logic": lambda op, x: ((x > 0) & (x < 1) | ~(x > -1)) * x + ((x > 0) ^ (x > 1)) * x,
     "remainders": lambda op, x: x // 0.7 + x % 0.7,
-    "numbers of NumPy": lambda op, x: (
-        np.float32(2) * x + np.arange(4, dtype=np.float32) - x + (np.float32(0) < x) * x
-    ),
+    "numbers of NumPy": lambda op, x: np.float32(2) * x + np.arange(4, dtype=np.float32) - x + (np.float32(0) < x) * x,
     "sums": lambda op, x: sum([x, x]),
 }
 

@@ -40,9 +40,7 @@ pytestmark = [
 
 
 def pipeline(last: Any) -> Any:
-    encoder = make_column_transformer(
-        (OneHotEncoder(handle_unknown="ignore"), ["city"]), (StandardScaler(), ["age"])
-    )
+    encoder = make_column_transformer((OneHotEncoder(handle_unknown="ignore"), ["city"]), (StandardScaler(), ["age"]))
     return make_pipeline(encoder, last)
 
 
@@ -68,17 +66,13 @@ def outputs(fitted: Any, dtype: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("method", ["sigmoid", "isotonic", "temperature"])
 def test_a_calibrated_pipeline(method: str, ensemble: bool, target: str) -> None:
     y = TARGETS[target]
-    fitted = CalibratedClassifierCV(pipeline(classifier()), method=method, ensemble=ensemble, cv=2).fit(
-        FRAME, y
-    )
+    fitted = CalibratedClassifierCV(pipeline(classifier()), method=method, ensemble=ensemble, cv=2).fit(FRAME, y)
     label, probabilities = outputs(fitted, "float64")
     np.testing.assert_allclose(probabilities, fitted.predict_proba(NEW), rtol=1e-9, atol=1e-12)
     assert label.tolist() == fitted.predict(NEW).tolist()
     label, probabilities = outputs(fitted, "float32")
     tolerance = 1e-3 if method == "isotonic" else 1e-6  # whose steps are steep
-    np.testing.assert_allclose(
-        probabilities, fitted.predict_proba(NEW.astype({"age": "float32"})), atol=tolerance
-    )
+    np.testing.assert_allclose(probabilities, fitted.predict_proba(NEW.astype({"age": "float32"})), atol=tolerance)
 
 
 @pytest.mark.sample(2)
@@ -91,9 +85,7 @@ def test_where_a_calibration_stands(kind: str) -> None:
     if kind == "in a pipeline":
         fitted = pipeline(CalibratedClassifierCV(classifier(), cv=2)).fit(FRAME, y)
     elif kind == "frozen":
-        fitted = CalibratedClassifierCV(
-            FrozenEstimator(pipeline(classifier()).fit(FRAME, y)), method="isotonic"
-        )
+        fitted = CalibratedClassifierCV(FrozenEstimator(pipeline(classifier()).fit(FRAME, y)), method="isotonic")
         fitted.fit(FRAME, y)
     elif kind == "in a search":
         fitted = GridSearchCV(calibrated, {"method": ["sigmoid"]}, cv=2).fit(FRAME, y)
@@ -116,9 +108,7 @@ INVERSES: dict[str, dict[str, Any]] = {
     "box-cox": {"transformer": PowerTransformer("box-cox", standardize=False)},
     "functions": {"func": np.log1p, "inverse_func": np.expm1},
     "two steps": {
-        "transformer": make_pipeline(
-            FunctionTransformer(np.log, np.exp, check_inverse=False), StandardScaler()
-        )
+        "transformer": make_pipeline(FunctionTransformer(np.log, np.exp, check_inverse=False), StandardScaler())
     },
     "none": {},
 }
@@ -134,9 +124,7 @@ def test_a_regressor_of_a_transformed_target(name: str, columns: int) -> None:
     expected = fitted.predict(NEW)
     for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-4)):
         (predicted,) = outputs(fitted, dtype)
-        np.testing.assert_allclose(
-            predicted, expected.reshape(predicted.shape), rtol=tolerance, atol=tolerance
-        )
+        np.testing.assert_allclose(predicted, expected.reshape(predicted.shape), rtol=tolerance, atol=tolerance)
     assert predicted.shape == (len(NEW), columns)
 
 

@@ -8,9 +8,7 @@ import run as zoo
 TOOLS = ("onnxslim", "onnxsim", "onnxoptimizer")  # which the tests do without
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in zoo.SAMPLE for name in zoo.SAMPLE[family]]
-)
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in zoo.SAMPLE for name in zoo.SAMPLE[family]])
 @pytest.mark.slow
 @pytest.mark.sample(2)
 def test_trains_as_in_its_framework(family, name):

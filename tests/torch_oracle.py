@@ -72,9 +72,7 @@ def run_graph(graph: ir.Graph, values: Values, version: int) -> None:
             raise NoOracle(f"PyTorch's {node.op_type} has no output {missing[0]!r}")
 
 
-def pytorch(
-    model: ir.Model, point: Mapping[str, np.ndarray], seeds: Mapping[str, np.ndarray]
-) -> tuple[Arrays, Arrays]:
+def pytorch(model: ir.Model, point: Mapping[str, np.ndarray], seeds: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:
     """Return a model's outputs at a point, and the gradients of their sum weighed by `NAME.seed`, in float64.
 
     Raises:
@@ -115,13 +113,9 @@ def second(model: ir.Model, feeds: Mapping[str, np.ndarray], further: Mapping[st
     return found
 
 
-def vector_jacobian(
-    weighed: Sequence[tuple[Tensor, Tensor]], wrt: Mapping[str, Tensor], again: bool = False
-) -> Any:
+def vector_jacobian(weighed: Sequence[tuple[Tensor, Tensor]], wrt: Mapping[str, Tensor], again: bool = False) -> Any:
     """Return the gradients of a weighed sum, zeros where it does not depend on a tensor."""
-    total = sum(
-        (torch.sum(y.nan_to_num(0, 0, 0) * seed) for y, seed in weighed), torch.zeros((), dtype=torch.float64)
-    )
+    total = sum((torch.sum(y.nan_to_num(0, 0, 0) * seed) for y, seed in weighed), torch.zeros((), dtype=torch.float64))
     if not total.requires_grad:
         return {name: (torch.zeros_like(x) if again else np.zeros(x.shape)) for name, x in wrt.items()}
     found = torch.autograd.grad(
@@ -131,9 +125,7 @@ def vector_jacobian(
 
 
 def array(x: Tensor) -> np.ndarray:
-    return (
-        x.detach() + torch.zeros(x.shape, dtype=x.dtype)
-    ).numpy()  # some zeros of autograd's have no memory
+    return (x.detach() + torch.zeros(x.shape, dtype=x.dtype)).numpy()  # some zeros of autograd's have no memory
 
 
 def tensor(x: np.ndarray) -> Tensor:
@@ -379,9 +371,7 @@ def max_pool(
 
 def window_sums(x: Tensor, kernel: list[int], strides: list[int], dilations: list[int]) -> Tensor:
     planes = x.reshape(-1, 1, *x.shape[2:])
-    sums = CONVOLUTIONS[len(kernel)](
-        planes, torch.ones(1, 1, *kernel, dtype=x.dtype), None, strides, 0, dilations
-    )
+    sums = CONVOLUTIONS[len(kernel)](planes, torch.ones(1, 1, *kernel, dtype=x.dtype), None, strides, 0, dilations)
     return sums.reshape(*x.shape[:2], *sums.shape[2:])
 
 
@@ -423,11 +413,7 @@ def max_unpool(
     strides, pads = each(strides, n), each(pads, 2 * n, 0)
     sizes = [(x.shape[2 + i] - 1) * strides[i] + kernel_shape[i] - pads[i] - pads[n + i] for i in range(n)]
     size = [*x.shape[:2], *sizes]
-    y = (
-        torch.zeros(math.prod(size), dtype=x.dtype)
-        .scatter(0, indices.reshape(-1), x.reshape(-1))
-        .reshape(size)
-    )
+    y = torch.zeros(math.prod(size), dtype=x.dtype).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(size)
     if shape is None:
         return y
     return padded(y, [0] * n + [wanted - have for wanted, have in zip(ints(shape)[2:], sizes, strict=True)])
@@ -449,9 +435,7 @@ def global_max_pool(x: Tensor, **_: Any) -> Tensor:
 
 
 @operator("MaxRoiPool")
-def max_roi_pool(
-    x: Tensor, rois: Tensor, *, pooled_shape: list[int], spatial_scale: float, **_: Any
-) -> Tensor:
+def max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: list[int], spatial_scale: float, **_: Any) -> Tensor:
     results = []
     for batch, *corners in rois.detach().numpy():
         left, top, right, bottom = (math.floor(corner * spatial_scale + 0.5) for corner in corners)
@@ -467,9 +451,7 @@ def max_roi_pool(
                 max(ends[0][0], 0) : max(ends[0][1], 0),
                 max(ends[1][0], 0) : max(ends[1][1], 0),
             ]
-            results.append(
-                part.flatten(1).max(dim=1)[0] if part.numel() else torch.zeros(x.shape[1], dtype=x.dtype)
-            )
+            results.append(part.flatten(1).max(dim=1)[0] if part.numel() else torch.zeros(x.shape[1], dtype=x.dtype))
     return torch.stack(results).reshape(len(rois), *pooled_shape, -1).movedim(-1, 1)
 
 
@@ -477,9 +459,7 @@ def max_roi_pool(
 
 
 @operator("GridSample")
-def grid_sample(
-    x: Tensor, grid: Tensor, *, mode: str, padding_mode: str, align_corners: int, **_: Any
-) -> Tensor:
+def grid_sample(x: Tensor, grid: Tensor, *, mode: str, padding_mode: str, align_corners: int, **_: Any) -> Tensor:
     if x.dim() == 3:
         raise NoOracle("PyTorch samples no lines")
     names = {"linear": "bilinear", "cubic": "bicubic"}
@@ -516,9 +496,7 @@ def deform_conv(
     images = []
     for i, image in enumerate(x):
         pixels = [
-            sampled(
-                image[g * channels : (g + 1) * channels], (base + parts[i, g].transpose(0, 1)).reshape(n, -1)
-            )
+            sampled(image[g * channels : (g + 1) * channels], (base + parts[i, g].transpose(0, 1)).reshape(n, -1))
             * weights[i, g].reshape(-1)
             for g in range(offset_group)
         ]
@@ -566,13 +544,7 @@ def resize(
     keep_aspect_ratio_policy: str, axes: Any = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     known = scales if scales is not None and scales.numel() else sizes
-    if (
-        axes
-        or keep_aspect_ratio_policy != "stretch"
-        or antialias
-        or exclude_outside
-        or cubic_coeff_a != -0.75
-    ):
+    if axes or keep_aspect_ratio_policy != "stretch" or antialias or exclude_outside or cubic_coeff_a != -0.75:
         raise NoOracle("PyTorch resizes otherwise")
     if known is scales:
         out = [math.floor(size * scale) for size, scale in zip(x.shape, scales.tolist(), strict=True)]
@@ -583,18 +555,12 @@ def resize(
     aligned = coordinate_transformation_mode == "align_corners"
     if mode == "nearest" and (coordinate_transformation_mode, nearest_mode) != ("asymmetric", "floor"):
         raise NoOracle("PyTorch has other nearest pixels")
-    if (
-        mode != "nearest"
-        and not aligned
-        and coordinate_transformation_mode not in ("half_pixel", "pytorch_half_pixel")
-    ):
+    if mode != "nearest" and not aligned and coordinate_transformation_mode not in ("half_pixel", "pytorch_half_pixel"):
         raise NoOracle("PyTorch has no such coordinates")
     name = {"nearest": "nearest", "linear": ["linear", "bilinear"][x.dim() - 3], "cubic": "bicubic"}[mode]
     options: dict[str, Any] = {} if mode == "nearest" else {"align_corners": aligned}
     if known is scales and not aligned:
-        return F.interpolate(
-            x, scale_factor=scales.tolist()[2:], mode=name, recompute_scale_factor=False, **options
-        )
+        return F.interpolate(x, scale_factor=scales.tolist()[2:], mode=name, recompute_scale_factor=False, **options)
     return F.interpolate(x, size=out[2:], mode=name, **options)
 
 
@@ -749,15 +715,9 @@ def axes_of(x: Tensor, axes: Tensor | None, noop: int) -> list[int] | None:
 
 
 def reduction(function: Callable[[Tensor, list[int], bool], Tensor]) -> Callable[..., Tensor]:
-    def reduced(
-        x: Tensor, axes: Tensor | None = None, *, keepdims: int, noop_with_empty_axes: int, **_: Any
-    ) -> Tensor:
+    def reduced(x: Tensor, axes: Tensor | None = None, *, keepdims: int, noop_with_empty_axes: int, **_: Any) -> Tensor:
         known = axes_of(x, axes, noop_with_empty_axes)
-        return (
-            function(x, known or [], bool(keepdims))
-            if known or x.dim() == 0
-            else function(x[None], [0], False)
-        )
+        return function(x, known or [], bool(keepdims)) if known or x.dim() == 0 else function(x[None], [0], False)
 
     return reduced
 
@@ -1006,9 +966,7 @@ REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
 @operator("ScatterElements")
-def scatter_elements(
-    x: Tensor, indices: Tensor, updates: Tensor, *, axis: int, reduction: str, **_: Any
-) -> Tensor:
+def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, *, axis: int, reduction: str, **_: Any) -> Tensor:
     at = wrapped(indices, x.shape[axis])
     if reduction == "none":
         return x.scatter(axis, at, updates)
@@ -1020,15 +978,11 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str, *
     depth = indices.shape[-1]
     flat = torch.arange(x.numel()).reshape(x.shape)[tuple(indices.movedim(-1, 0))].reshape(-1)
     assert updates.shape == (*indices.shape[:-1], *x.shape[depth:])
-    return scatter_elements(x.reshape(-1), flat, updates.reshape(-1), axis=0, reduction=reduction).reshape(
-        x.shape
-    )
+    return scatter_elements(x.reshape(-1), flat, updates.reshape(-1), axis=0, reduction=reduction).reshape(x.shape)
 
 
 @operator("TensorScatter")
-def tensor_scatter(
-    x: Tensor, update: Tensor, start: Tensor | None = None, *, axis: int, mode: str, **_: Any
-) -> Tensor:
+def tensor_scatter(x: Tensor, update: Tensor, start: Tensor | None = None, *, axis: int, mode: str, **_: Any) -> Tensor:
     axis %= x.dim()
     rows = []
     for i, (row, new) in enumerate(zip(x, update, strict=True)):
@@ -1068,9 +1022,7 @@ def loop(
     stacks: list[list[Tensor]] = []
     on = going is None or bool(going)
     while on and (trips is None or len(stacks) < int(trips)):
-        on, *results = run_body(
-            body, [torch.tensor(len(stacks)), torch.tensor(True), *states], outer, version
-        )
+        on, *results = run_body(body, [torch.tensor(len(stacks)), torch.tensor(True), *states], outer, version)
         states, on = tuple(results[: len(states)]), bool(on)
         stacks.append(results[len(states) :])
     if not stacks:
@@ -1141,9 +1093,7 @@ def recurrent(
             a, z = (given.pop(0) if given else None for given in (alphas, betas))
             function = functools.partial(ACTIVATIONS[names[d * count + i]], a=a, b=z)
             limit = math.inf if clip is None or i == 2 else clip
-            functions.append(
-                lambda v, function=function, limit=limit: function(torch.clamp(v, -limit, limit))
-            )
+            functions.append(lambda v, function=function, limit=limit: function(torch.clamp(v, -limit, limit)))
         wb, rb = torch.zeros(2, w.shape[1], dtype=x.dtype) if b is None else b[d].reshape(2, -1)
         peep = torch.zeros(3, hidden, dtype=x.dtype) if p is None else p[d].reshape(3, -1)
         state = torch.zeros(rows, hidden, dtype=x.dtype) if h is None else h[d]
@@ -1169,9 +1119,7 @@ def recurrent(
             ys[t] = torch.where(inside, following, 0.0)
             state, memory = torch.where(inside, following, state), torch.where(inside, kept, memory)
         results.append((torch.stack(ys), state, memory))
-    y, last, memory = (
-        torch.stack(parts, 1 if i == 0 else 0) for i, parts in enumerate(zip(*results, strict=True))
-    )
+    y, last, memory = (torch.stack(parts, 1 if i == 0 else 0) for i, parts in enumerate(zip(*results, strict=True)))
     if layout:
         y, last, memory = y.permute(2, 0, 1, 3), last.transpose(0, 1), memory.transpose(0, 1)
     return y, last, memory

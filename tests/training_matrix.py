@@ -94,9 +94,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (1, 8, 8),
     ),
     "3-D": (
-        lambda: nn.Sequential(
-            nn.Conv3d(2, 4, 3, padding=(0, 1, 0)), nn.ReLU(), nn.Flatten(), nn.Linear(360, CLASSES)
-        ),
+        lambda: nn.Sequential(nn.Conv3d(2, 4, 3, padding=(0, 1, 0)), nn.ReLU(), nn.Flatten(), nn.Linear(360, CLASSES)),
         (2, 5, 6, 7),
     ),
     "depthwise": (
@@ -347,8 +345,7 @@ def pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[
     while open_:
         first = dict(min(open_, key=lambda pair: sorted(map(repr, pair))))
         candidates = [
-            {name: first.get(name, draw.choice(values)) for name, values in factors.items()}
-            for _ in range(40)
+            {name: first.get(name, draw.choice(values)) for name, values in factors.items()} for _ in range(40)
         ]
         best = max(candidates, key=lambda choice: len(closed(choice)))
         open_ -= closed(best)
@@ -382,18 +379,13 @@ def targets_of(training: Training, rows: int, seed: int) -> dict[str, torch.Tens
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
     numbers = torch.randn((rows, CLASSES), generator=generator)
     target = labels if training.loss == "classes" else numbers
-    return (
-        {"target_y": target, "target_z": numbers[:, :2]}
-        if training.network == "heads"
-        else {"target": target}
-    )
+    return {"target_y": target, "target_z": numbers[:, :2]} if training.network == "heads" else {"target": target}
 
 
 def batches(training: Training) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     sizes = ROWS[:1] * STEPS if training.static else ROWS
     return [
-        (input_of(training.network, rows, seed), targets_of(training, rows, seed))
-        for seed, rows in enumerate(sizes)
+        (input_of(training.network, rows, seed), targets_of(training, rows, seed)) for seed, rows in enumerate(sizes)
     ]
 
 
@@ -464,10 +456,7 @@ def trained(training: Training) -> Trained:
         target=training.form if training.form in TARGETS else "auto",
     )
     before = {name: np.array(value) for name, value in executor.state.items()}
-    rows = [
-        {name: tensor.numpy() for name, tensor in {"x": x, **targets}.items()}
-        for x, targets in batches(training)
-    ]
+    rows = [{name: tensor.numpy() for name, tensor in {"x": x, **targets}.items()} for x, targets in batches(training)]
     losses = [reported["loss"] for reported in executor.run(rows)]
     return Trained(losses, before, dict(executor.state), {})
 
@@ -496,18 +485,12 @@ def expected(training: Training) -> Trained:
     getattr(optimizer, "eval", lambda: None)()
     sure = {name: optimizer.state[w].get("sure") for name, w in parameters.items()}
     after = {name: tensor.detach().numpy() for name, tensor in module.state_dict().items()}
-    return Trained(
-        losses, before, after, {name: mask.numpy() for name, mask in sure.items() if mask is not None}
-    )
+    return Trained(losses, before, after, {name: mask.numpy() for name, mask in sure.items() if mask is not None})
 
 
-def _loss(
-    training: Training, module: nn.Module, x: torch.Tensor, targets: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _loss(training: Training, module: nn.Module, x: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
     outputs = module(x.double() if x.is_floating_point() else x)
-    first, *second = (
-        target.double() if target.is_floating_point() else target for target in targets.values()
-    )
+    first, *second = (target.double() if target.is_floating_point() else target for target in targets.values())
     compare = LOSSES[training.loss][1]
     if second:
         loss = compare(outputs[0], first) + 0.5 * nn.functional.mse_loss(outputs[1], second[0])
@@ -531,15 +514,11 @@ def differences(found: Trained, wanted: Trained) -> dict[str, float]:
         if value.ndim and found.after.get(name, value[..., None]).shape == value.shape
     ]
     for name in names:
-        errors[name] = _error(
-            found.after[name] - found.before[name], wanted, [name], wanted.before[name].shape
-        )
+        errors[name] = _error(found.after[name] - found.before[name], wanted, [name], wanted.before[name].shape)
     left = [name for name, value in wanted.after.items() if value.ndim and name not in names]
     if left:
         others = [
-            name
-            for name in found.before
-            if name not in names and found.before[name].ndim and not name.endswith(".z")
+            name for name in found.before if name not in names and found.before[name].ndim and not name.endswith(".z")
         ]
         before = np.concatenate([found.before[name].ravel() for name in others])
         moves = np.concatenate([(found.after[name] - found.before[name]).ravel() for name in others])
@@ -555,8 +534,6 @@ def differences(found: Trained, wanted: Trained) -> dict[str, float]:
 
 def _error(moved: np.ndarray, wanted: Trained, names: Sequence[str], shape: tuple[int, ...]) -> float:
     right = np.concatenate([(wanted.after[name] - wanted.before[name]).ravel() for name in names])
-    sure = np.concatenate(
-        [np.ravel(wanted.sure.get(name, np.ones(wanted.after[name].shape, bool))) for name in names]
-    )
+    sure = np.concatenate([np.ravel(wanted.sure.get(name, np.ones(wanted.after[name].shape, bool))) for name in names])
     distance = np.abs(moved.ravel() - right)[sure]
     return float(distance.max(initial=0.0) / np.abs(right).max())

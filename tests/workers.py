@@ -147,8 +147,7 @@ def equal(communicator: graphopt.MPI, share_state: bool = True) -> dict[str, Any
             found[name] = {
                 "states": len(set(digests)),
                 "state": max(
-                    float(np.abs(x - together.state[n]).max() / max(1, np.abs(x).max()))
-                    for n, x in alone.state.items()
+                    float(np.abs(x - together.state[n]).max() / max(1, np.abs(x).max())) for n, x in alone.state.items()
                 ),
                 "loss": max(
                     abs(a[key] - b[key]) / a[key]

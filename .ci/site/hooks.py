@@ -79,9 +79,7 @@ def on_config(config: Any) -> Any:
 
 def guides() -> list[dict[str, list[str]]]:
     """Return the navigation of the guides, which is that of their index."""
-    sections = re.split(r"^## (.*)$", (ROOT / "examples/guides/README.md").read_text(), flags=re.MULTILINE)[
-        1:
-    ]
+    sections = re.split(r"^## (.*)$", (ROOT / "examples/guides/README.md").read_text(), flags=re.MULTILINE)[1:]
     found = {
         title: [f"examples/guides/{page}" for page in re.findall(r"\]\((\w+\.md)\) \|$", text, re.MULTILINE)]
         for title, text in zip(sections[::2], sections[1::2], strict=True)
@@ -95,9 +93,7 @@ def names(module: str) -> list[str]:
     public = getattr(loaded, "__all__", None) or [
         name
         for name, member in vars(loaded).items()
-        if name[0] != "_"
-        and (inspect.isfunction(member) or inspect.isclass(member))
-        and member.__module__ == module
+        if name[0] != "_" and (inspect.isfunction(member) or inspect.isclass(member)) and member.__module__ == module
     ]
     first = [name for name in FIRST if name in public and module == "graphopt"]
     return [*first, *sorted(set(public) - set(first), key=str.lower)]
@@ -148,9 +144,7 @@ def on_files(files: Files, config: Any) -> Files:
             file.dest_uri = file.dest_uri.removeprefix("examples/")
             files.append(file)
     for module in PUBLIC:
-        listed = [
-            f"- [`{name}`][{source(module, name)}]: {summary(module, name)}\n" for name in names(module)
-        ]
+        listed = [f"- [`{name}`][{source(module, name)}]: {summary(module, name)}\n" for name in names(module)]
         text = f"::: {module}\n    options: {{members: false}}\n\n{''.join(listed)}"
         files.append(File.generated(config, f"reference/{module}/index.md", content=text))
         for name, page in own_pages(module):
@@ -166,11 +160,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def summary(module: str, name: str) -> str:
-    return (
-        (inspect.getdoc(getattr(importlib.import_module(module), name)) or "")
-        .split("\n\n")[0]
-        .replace("\n", " ")
-    )
+    return (inspect.getdoc(getattr(importlib.import_module(module), name)) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def linked(text: str) -> str:
@@ -202,11 +192,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def name(found: re.Match[str]) -> str:
         module, _, last = found[1].rpartition(".")
-        return (
-            f"[`{found[1]}`][{source(module, last)}]"
-            if module in PUBLIC and last in names(module)
-            else found[0]
-        )
+        return f"[`{found[1]}`][{source(module, last)}]" if module in PUBLIC and last in names(module) else found[0]
 
     parts, end = [], 0
     for fence in [*FENCE.finditer(markdown), None]:

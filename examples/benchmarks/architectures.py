@@ -122,9 +122,7 @@ def our_step(network: Network, model: Path, precision: str, threads: int) -> Ste
         loss=passes.CrossEntropy(axis=-1) if network.classes else passes.MeanSquaredError(),
         optimizer=passes.AdamW(RATE, weight_decay=0.01),
     )
-    executor = graphopt.Executor(
-        training, threads=threads, report=["loss"], native=True, matmul_precision=precision
-    )
+    executor = graphopt.Executor(training, threads=threads, report=["loss"], native=True, matmul_precision=precision)
     return lambda i: executor.step(batches[i % BATCHES])["loss"]
 
 
@@ -187,9 +185,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         for name, network in NETWORKS.items():
             ms = results.get(f"{name} {threads}", {}).get("ms")
             if ms:
-                times = [
-                    (ms[form] / ms["highest"], ms[form]) if form in ms else None for form in [*FORMS][1:]
-                ]
+                times = [(ms[form] / ms["highest"], ms[form]) if form in ms else None for form in [*FORMS][1:]]
                 ratios = (f"**{ratio[0]:.2f}** ({number(ratio[1])})" if ratio else "-" for ratio in times)
                 lines.append(row(network.title, number(ms["highest"]), *ratios))
     lines += [
@@ -204,9 +200,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     ]
     for name, network in NETWORKS.items():
         if found := results.get(f"{name} 1", {}).get("apart"):
-            lines.append(
-                row(network.title, *(f"{found[form]:.0e}" if form in found else "-" for form in FORMS))
-            )
+            lines.append(row(network.title, *(f"{found[form]:.0e}" if form in found else "-" for form in FORMS)))
     numbers = json.dumps(results, indent=None, separators=(",", ":"))
     return "\n".join(lines) + f"\n\n<!-- {numbers} -->\n"
 

@@ -73,8 +73,7 @@ def main(rounds: int = 5, threads: int = 1) -> dict[str, float]:
         data = {"x": x, "target": random.integers(0, 10, rows)}
         measure(executor, data, batch, None)
         pairs = [
-            (measure(executor, data, batch, None), measure(executor, data, batch, "100 steps"))
-            for _ in range(rounds)
+            (measure(executor, data, batch, None), measure(executor, data, batch, "100 steps")) for _ in range(rounds)
         ]
         found[name] = statistics.median(with_[0] / without[0] for without, with_ in pairs)
         without, with_ = (statistics.median(run[0] for run in runs) for runs in zip(*pairs, strict=True))
@@ -92,9 +91,7 @@ def main(rounds: int = 5, threads: int = 1) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     main(**vars(parser.parse_args()))

@@ -110,11 +110,7 @@ def runner(model: ir.Model | onnx.ModelProto, threads: int, kernels: bool = Fals
     loaded = graphopt.load(model)
     lowered = lower_to_kernels(loaded, threads=threads) if kernels else None
     device = Device(threads=threads, flush_denormals=False, native=False)
-    session = (
-        Session(device, loaded)
-        if lowered is None
-        else Session(device, lowered.model, library=lowered.library)
-    )
+    session = Session(device, loaded) if lowered is None else Session(device, lowered.model, library=lowered.library)
     random = np.random.default_rng(0)
     feeds = {x.name: random.standard_normal(x.shape, np.float32) for x in session.ort.get_inputs()}
     return lambda: session.ort.run(None, feeds)

@@ -111,9 +111,7 @@ def torch_step(
     if communicator.size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if address else "lo"
         place = f"tcp://{address or '127.0.0.1'}:29555"
-        torch.distributed.init_process_group(
-            "gloo", place, rank=communicator.rank, world_size=communicator.size
-        )
+        torch.distributed.init_process_group("gloo", place, rank=communicator.rank, world_size=communicator.size)
         network = torch.nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.AdamW(network.parameters(), 1e-3, fused=True)
     rows, labels = torch.from_numpy(x), torch.from_numpy(target)
@@ -128,9 +126,7 @@ def torch_step(
     return step
 
 
-def measured(
-    name: str, workers: int, state: str, network: machines.Machines | None = None
-) -> dict[str, float]:
+def measured(name: str, workers: int, state: str, network: machines.Machines | None = None) -> dict[str, float]:
     beside = str(Path(sys.executable).parent)
     mpiexec = shutil.which("mpiexec", path=beside) or shutil.which("mpiexec") or "mpiexec"
     program = [sys.executable, __file__, "--worker", name, "--state", state]
@@ -139,9 +135,7 @@ def measured(
     else:
         environment = {**ANY_CORE, **AS_ROOT, **os.environ}
         command = [mpiexec, "-n", str(workers), *program]
-        run = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     out, err = run.communicate()
     if not (found := re.findall(r"FOUND (.*)", out)):
         raise RuntimeError(err)

@@ -50,9 +50,7 @@ def microseconds(executor: graphopt.Executor, first: int, steps: int) -> float:
 
 def main(steps: int = 20000, threads: int = 1) -> dict[tuple[str, bool], tuple[float, float]]:
     """Print a line per optimizer and option; return the microseconds of the first and last steps."""
-    print(
-        f"| optimizer | flush_denormals | us, first {TIMED} steps | us, last {TIMED} of {steps:,} | ratio |"
-    )
+    print(f"| optimizer | flush_denormals | us, first {TIMED} steps | us, last {TIMED} of {steps:,} | ratio |")
     print("| --- | --- | ---: | ---: | ---: |")
     found = {}
     for name, optimizer in OPTIMIZERS.items():

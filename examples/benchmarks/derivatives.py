@@ -28,9 +28,7 @@ ROWS, FEATURES = 128, 12
 
 def network(outputs: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
-    )
+    return nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
 
 
 def exported(module: nn.Module) -> bytes:

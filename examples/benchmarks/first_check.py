@@ -59,9 +59,7 @@ def networks() -> Iterator[tuple[str, Any, Any, Arrays]]:
         return
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8, 3, 64, 64), np.float32)
-    program = torch.onnx.export(
-        resnet18().eval(), (torch.tensor(x),), dynamo=True, optimize=False, verbose=False
-    )
+    program = torch.onnx.export(resnet18().eval(), (torch.tensor(x),), dynamo=True, optimize=False, verbose=False)
     batch = {program.model_proto.graph.input[0].name: x, "target": rng.integers(0, 10, len(x))}
     yield "ResNet-18, 64 x 64, batch 8", program.model_proto, passes.CrossEntropy(), batch
 
@@ -84,9 +82,7 @@ def print_costs(threads: int | None) -> None:
     print("| network | numbers that train | processor (s) | of a minute | agrees | differs | not checked |")
     print("|---|---|---|---|---|---|---|")
     for name, proto, loss, batch in networks():
-        step = graphopt.compile(
-            proto, loss=loss, optimizer=passes.AdamW(1e-3), training=passes.TrainingMode()
-        )
+        step = graphopt.compile(proto, loss=loss, optimizer=passes.AdamW(1e-3), training=passes.TrainingMode())
         trained = sum(math.prod(x.shape.numpy()) for x in with_role(step, Role.PARAMETER))
         rounds = [checked(step, batch, threads)[1:] for _ in range(ROUNDS)]
         seconds = statistics.median(seconds for seconds, _ in rounds)
@@ -120,9 +116,7 @@ def sweep(families: list[str]) -> None:
     """Print the verdicts of the check on each family of the zoo."""
     sys.path.insert(0, str(ZOO))
     context = multiprocessing.get_context("fork")
-    print(
-        "| family | files checked | agrees | not checked | false alarms | median (s) | refused or not exported |"
-    )
+    print("| family | files checked | agrees | not checked | false alarms | median (s) | refused or not exported |")
     print("|---|---|---|---|---|---|---|")
     for family in families:
         counts, seconds, skipped = collections.Counter[str](), list[float](), 0

@@ -77,9 +77,7 @@ def main() -> None:
         numbers = np.array([found[name] for found in seeds])  # [seeds, strengths, 3]
         best = numbers.mean(0)[:, 0].argmax()
         old, new = numbers[:, best, 1:].mean(0)
-        print(
-            f"{name:36} {old:6.3f}  {new:6.3f} {(old + new) / 2:6.3f}   (of {numbers.shape[1]}: number {best + 1})"
-        )
+        print(f"{name:36} {old:6.3f}  {new:6.3f} {(old + new) / 2:6.3f}   (of {numbers.shape[1]}: number {best + 1})")
 
 
 if __name__ == "__main__":

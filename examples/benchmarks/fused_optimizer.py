@@ -35,9 +35,7 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def executor(
-    features: int, hidden: tuple[int, ...], threads: int, steps: dict[str, Any]
-) -> graphopt.Executor:
+def executor(features: int, hidden: tuple[int, ...], threads: int, steps: dict[str, Any]) -> graphopt.Executor:
     model = mlp((features,), 10, hidden=hidden)
     step = graphopt.compile(model, loss=passes.CrossEntropy(), **steps)
     return graphopt.Executor(step, threads=threads, report=["loss"])

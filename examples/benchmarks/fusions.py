@@ -117,9 +117,7 @@ def main(names: Sequence[str] = tuple(workloads.WORKLOADS), threads: int = 1, ro
                 for fusion in FUSIONS:
                     cells = row(step, fusion, batch, threads, rounds)
                     if cells:
-                        rows.append(
-                            f"| {name} | {optimizer} | {fusion} | {cells} | {'yes' * (fusion in UPDATES)} |"
-                        )
+                        rows.append(f"| {name} | {optimizer} | {fusion} | {cells} | {'yes' * (fusion in UPDATES)} |")
                         print(rows[-1], flush=True)
     return rows
 

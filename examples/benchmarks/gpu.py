@@ -158,9 +158,7 @@ def tested(seconds: float, log: Path) -> dict[str, object]:
             end = ""
         except subprocess.TimeoutExpired:
             end = f", stopped after {seconds:.0f} s"
-    found = re.findall(
-        r"^\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED) (\S+::.+?) *$", log.read_text(), re.MULTILINE
-    )
+    found = re.findall(r"^\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED) (\S+::.+?) *$", log.read_text(), re.MULTILINE)
     failed = [name for outcome, name in found if outcome in ("FAILED", "ERROR")]
     counts = Counter(outcome.lower() for outcome, _ in found)
     summary = (", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "none ran") + end
@@ -298,12 +296,8 @@ def page(record: Mapping[str, object], results: Mapping[str, Sequence[Result]]) 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=12, help="the time to stop in")
-    parser.add_argument(
-        "--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=" ".join(ROWS)
-    )
-    parser.add_argument(
-        "--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=" ".join(PEERS)
-    )
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=" ".join(ROWS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=" ".join(PEERS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=MEASURED, metavar="PRECISION")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
@@ -333,9 +327,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     if options.device == "cuda" and smi("name") is None:
-        raise SystemExit(
-            "no NVIDIA GPU: nvidia-smi finds none; --device cpu --small tries the script without one"
-        )
+        raise SystemExit("no NVIDIA GPU: nvidia-smi finds none; --device cpu --small tries the script without one")
     os.environ.update(environment(options.device))
     clock = Clock(options.minutes)
     print(machine(options.device), flush=True)
@@ -380,9 +372,7 @@ def main(given: Sequence[str] | None = None) -> None:
                 before = results.get(cell.precision, [])
                 rest = [r for r in before if r.workload != cell.name or r.peer not in peers]
                 found = list(cell.results.values())
-                results[cell.precision] = sorted(
-                    [*rest, *found], key=lambda r: list(ROWS).index(base_of(r.workload))
-                )
+                results[cell.precision] = sorted([*rest, *found], key=lambda r: list(ROWS).index(base_of(r.workload)))
                 save()
                 print(f"{cell.precision}, {clock.left:.0f} s left", *table(found), sep="\n", flush=True)
         finally:

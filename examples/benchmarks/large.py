@@ -200,9 +200,7 @@ def main() -> None:
             command += ["--defaults"] if options.defaults else []
             with tempfile.TemporaryDirectory() as cache:
                 environment = {**os.environ, "XDG_CACHE_HOME": cache}
-                text = subprocess.run(
-                    command, check=True, capture_output=True, text=True, env=environment
-                ).stdout
+                text = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
             found = json.loads(text.splitlines()[-1])
             print(
                 f"| {tokens} | {way} | {found['peak']:.2f} | {found['without files']:.2f} | {found['seconds']:.2f} | "

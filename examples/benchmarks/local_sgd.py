@@ -105,9 +105,7 @@ def main(
     data = digits(images=True) if name == "digits" else text(context=64)
     rows = np.random.default_rng(0).permutation(len(data))
     count = math.ceil(share * len(data))
-    held_out, training = (
-        {key: x[part] for key, x in data.arrays.items()} for part in (rows[:count], rows[count:])
-    )
+    held_out, training = ({key: x[part] for key, x in data.arrays.items()} for part in (rows[:count], rows[count:]))
     steps = epochs * math.ceil((len(rows) - count) / BATCH)
     losses: dict[str, list[float]] = {"together": [], "apart": []}
     sent = {}

@@ -37,18 +37,14 @@ class Machines:
         self._names = [f"graphopt{os.getpid()}-{i}" for i in range(count)]
         self._agent = folder / "agent"
         cases = [f'{self.address(i)}) exec {shlex.join(self._inside(i))} sh -c "$*" ;;' for i in range(count)]
-        self._agent.write_text(
-            "\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", ""])
-        )
+        self._agent.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", ""]))
         self._agent.chmod(0o700)
 
     def address(self, machine: int) -> str:
         """Return the network address of a machine."""
         return f"{NETWORK}.{machine + 1}"
 
-    def start(
-        self, mpiexec: str, *command: str, env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, mpiexec: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a program as one worker on each machine."""
         hosts = ",".join(f"{self.address(i)}:1" for i in range(self.count))
         options = f"--prtemca plm_ssh_agent {self._agent} --map-by node:oversubscribe --host {hosts} -n {self.count}"
@@ -85,10 +81,7 @@ class Machines:
 
     def processes(self) -> list[int]:
         """Return the processes on all machines."""
-        found = [
-            subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-            for name in self._names
-        ]
+        found = [subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True) for name in self._names]
         return [int(number) for one in found for number in one.stdout.split()]
 
     def remove(self) -> None:
@@ -126,11 +119,7 @@ def machines(count: int, rate: str = "10gbit") -> Iterator[Machines]:
 
 def can_build() -> bool:
     """Return whether this process may build machines."""
-    if (
-        not hasattr(os, "geteuid")
-        or os.geteuid()
-        or not all(map(shutil.which, ("ip", "tc", "unshare", "taskset")))
-    ):
+    if not hasattr(os, "geteuid") or os.geteuid() or not all(map(shutil.which, ("ip", "tc", "unshare", "taskset"))):
         return False
     return subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True).returncode == 0
 

@@ -62,9 +62,7 @@ def cnn(depth: int = 16, channels: int = 32, size: int = 32) -> ir.Model:
     lines, last, weights = [], "x", {}
     for i in range(depth):
         lines.append(f"c{i} = Conv<pads=[1,1,1,1]>({last}, w{i})")
-        lines.append(
-            f"n{i} = BatchNormalization(c{i}, scale{i}, shift{i}, mean{i}, var{i})  r{i} = Relu(n{i})"
-        )
+        lines.append(f"n{i} = BatchNormalization(c{i}, scale{i}, shift{i}, mean{i}, var{i})  r{i} = Relu(n{i})")
         fan_in = channels if i else 3
         weights[f"w{i}"] = random.normal(0, (2 / 9 / fan_in) ** 0.5, (channels, fan_in, 3, 3))
         for name, number in (("scale", 1), ("shift", 0), ("mean", 0), ("var", 1)):

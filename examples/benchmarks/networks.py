@@ -415,9 +415,7 @@ NETWORKS = {
     "mixer": Network("MLP-Mixer, 8 layers of 192, 64 patches, batch 8", Mixer, IMAGES),
     "tabular": Network("tabular, 8 embeddings, batch 256", Tabular, rows, classes=2),
     "gru": Network("GRU in both directions, 32 steps, 64 units, batch 32", Recurrent, numbers(32, 32, 32)),
-    "autoencoder": Network(
-        "convolutional autoencoder, 28x28, batch 64", autoencoder, numbers(64, 1, 28, 28), 0
-    ),
+    "autoencoder": Network("convolutional autoencoder, 28x28, batch 64", autoencoder, numbers(64, 1, 28, 28), 0),
     "tcn": Network("TCN, 10 layers of 64, 128 steps, batch 16", Temporal, numbers(16, 8, 128)),
     "gat": Network("graph attention, 2 layers of 64, 32 nodes, batch 16", GraphNetwork, graphs),
     "language": Network(

@@ -72,9 +72,7 @@ def child(path: Path, native: str, seconds: float, threads: int, rows: int) -> N
     usual = [statistics.median(times[max(0, i - 5) : i + 6]) for i in range(len(times))]
     pause = max((t - u for t, u in zip(times[1:], usual[1:], strict=True)), default=0.0)
     last = statistics.median(times[-20:])
-    print(
-        json.dumps({"opened": ends[1], "kernels": kernels, "pause": pause, "last": last, "steps": len(times)})
-    )
+    print(json.dumps({"opened": ends[1], "kernels": kernels, "pause": pause, "last": last, "steps": len(times)}))
 
 
 def trained(path: Path, native: str, options: argparse.Namespace) -> dict[str, float]:

@@ -125,9 +125,7 @@ def steps_of(job: Job, precision: str) -> Callable[[int], float]:
         loss=passes.CrossEntropy(),
         optimizer=optimizers[job.optimizer],
     )
-    executor = graphopt.Executor(
-        training, threads=1, report=["loss"], native=True, matmul_precision=precision
-    )
+    executor = graphopt.Executor(training, threads=1, report=["loss"], native=True, matmul_precision=precision)
     batches = [{"x": x, "target": target} for x, target in job.data]
     return lambda i: executor.step(batches[i % len(batches)])["loss"]
 
@@ -200,9 +198,7 @@ def character_network(seed: int, precision: str) -> float:
         schedule=passes.OneCycle(steps=epochs * math.ceil(0.9 * len(data) / batch_size)),
     )
     executor = graphopt.Executor(step, report=["loss"], native=True, matmul_precision=precision)
-    records = list(
-        graphopt.fit(executor, data, epochs=epochs, batch_size=batch_size, validation=0.1, seed=seed)
-    )
+    records = list(graphopt.fit(executor, data, epochs=epochs, batch_size=batch_size, validation=0.1, seed=seed))
     return float(records[-1]["validation_loss"])
 
 
@@ -282,9 +278,7 @@ def roofline(options: argparse.Namespace) -> Iterator[str]:
                 f"{100 * traffic / memory / taken:.0f} %",
             ]
             print(name, precision, f"{taken:.2f} ms", *shares, flush=True)
-            yield row(
-                workload(name).title, f"{flops:.2f}", number(traffic), precision, number(taken), *shares
-            )
+            yield row(workload(name).title, f"{flops:.2f}", number(traffic), precision, number(taken), *shares)
 
 
 def flops_of(operation: Any) -> float:
@@ -321,9 +315,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for part in options.parts:
             title, lines = PARTS[part]
             sections[title] = "\n".join(lines(options))
-            options.write.write_text(
-                page({title: sections[title] for title, _ in PARTS.values() if title in sections})
-            )
+            options.write.write_text(page({title: sections[title] for title, _ in PARTS.values() if title in sections}))
 
 
 def page(sections: dict[str, str]) -> str:

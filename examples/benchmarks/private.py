@@ -36,9 +36,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        q, k, v = (
-            layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         weights = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(3)
         x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
         return x + self.feed(self.second(x))
@@ -62,9 +60,7 @@ def cnn() -> nn.Module:
         nn.Conv2d(32, 64, 3, padding=1),
         nn.ReLU(),
     ]
-    return nn.Sequential(
-        *layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 64, 128), nn.ReLU(), nn.Linear(128, 10)
-    )
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def mlp() -> nn.Module:
@@ -78,9 +74,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] 
 }
 
 
-def step_of(
-    module: nn.Module, x: torch.Tensor, y: torch.Tensor, native: bool, **parts: object
-) -> Callable[[], object]:
+def step_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor, native: bool, **parts: object) -> Callable[[], object]:
     """Return a function that makes a step of a file."""
     file = graphopt.export(module, x[:3])
     step = graphopt.compile(file, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.01), **parts)
@@ -144,9 +138,7 @@ def main() -> None:
             calls = {
                 "plain": step_of(module, x, y, native),
                 "private": step_of(module, x, y, native, **private),
-                "private with noise": step_of(
-                    module, x, y, native, **private, clip=passes.GaussianNoise(MULTIPLIER)
-                ),
+                "private with noise": step_of(module, x, y, native, **private, clip=passes.GaussianNoise(MULTIPLIER)),
             }
             if PrivacyEngine is not None:
                 calls["PyTorch"] = step_of_torch(make(), x, y, private=False)

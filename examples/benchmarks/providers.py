@@ -57,9 +57,7 @@ def seconds(executor: graphopt.Executor, feeds: dict[str, np.ndarray], steps: in
 def main(threads: int = 1, rounds: int = 9, batch: int = 32) -> dict[tuple[str, str], float]:
     """Print a line per model and provider; return the ratios."""
     others = [p for p in onnxruntime.get_available_providers() if p not in (CPU, "AzureExecutionProvider")]
-    print(
-        f"{'model':<13}{'provider':<28}{'CPU ms':>8}{'ms':>9}{'ratio':>7}  loss differs by; nodes on the CPU"
-    )
+    print(f"{'model':<13}{'provider':<28}{'CPU ms':>8}{'ms':>9}{'ratio':>7}  loss differs by; nodes on the CPU")
     found = {}
     for name, (model, loss, x, target) in workloads(batch).items():
         step = graphopt.compile(model, loss=loss, optimizer=passes.AdamW(1e-3))

@@ -63,18 +63,11 @@ def microseconds(model: onnx.ModelProto, rows: int = 256) -> float:
 def main() -> None:
     warnings.simplefilter("ignore")
     end = STEPS * 3 // 4
-    print(
-        f"{STEPS} updates; schedules end after {end}\n\n| network | accuracy | range | |\n|---|---|---|---|"
-    )
+    print(f"{STEPS} updates; schedules end after {end}\n\n| network | accuracy | range | |\n|---|---|---|---|")
     for network in NETWORKS:
         tell(f"{network}, dense", (train(network, seed)[1] for seed in SEEDS))
     cases = [
-        *(
-            ("MLP", share, scope, how)
-            for share in (0.9, 0.95)
-            for scope in ("layer", "global")
-            for how in (None, end)
-        ),
+        *(("MLP", share, scope, how) for share in (0.9, 0.95) for scope in ("layer", "global") for how in (None, end)),
         *(("CNN", 0.9, scope, how) for scope in ("layer", "global") for how in (None, end)),
     ]
     for network, share, scope, how in cases:
@@ -124,18 +117,14 @@ def low_rank() -> None:
                 records = graphopt.fit(executor, DIGITS, epochs=4, batch_size=BATCH, seed=seed, verbose=False)
                 after.append(records[-1]["accuracy"])
                 sizes = [len(model.SerializeToString()) / 1000 for model in (source, executor.trained())]
-                note = (
-                    f"{sizes[0]:.0f} -> {sizes[1]:.0f} KB; on all rows {np.mean(before):.3f} before 4 epochs"
-                )
+                note = f"{sizes[0]:.0f} -> {sizes[1]:.0f} KB; on all rows {np.mean(before):.3f} before 4 epochs"
             tell(f"{network}, low rank, energy {energy}", after, note)
 
 
 def lottery(end: int) -> None:
     tickets, others = [], []
     for seed in SEEDS:
-        first = train("MLP", seed, epochs=2 * EPOCHS, prune=passes.Prune(0.92, scope="global", end=2 * end))[
-            0
-        ]
+        first = train("MLP", seed, epochs=2 * EPOCHS, prune=passes.Prune(0.92, scope="global", end=2 * end))[0]
         masks = {name.removesuffix(".mask"): x for name, x in first.state.items() if name.endswith(".mask")}
         rng = np.random.default_rng(seed)
         shuffled = {name: rng.permuted(mask.ravel()).reshape(mask.shape) for name, mask in masks.items()}

@@ -114,9 +114,7 @@ def main() -> None:
         files = dense, graphopt.remove_channels(whole), exported(other, fed)
         for what, file in zip(rows, files, strict=True):
             y, _ = run(file, x[held])
-            count = sum(
-                int(np.prod(w.dims)) for w in file.graph.initializer if w.data_type == onnx.TensorProto.FLOAT
-            )
+            count = sum(int(np.prod(w.dims)) for w in file.graph.initializer if w.data_type == onnx.TensorProto.FLOAT)
             rows[what].append(((y.argmax(1) == t[held]).mean(), count))
     print("| network | held-out accuracy | range | numbers in weights |\n|---|---|---|---|")
     for what, found in rows.items():
@@ -124,9 +122,7 @@ def main() -> None:
         print(
             f"| {what} | {np.mean(accuracies):.3f} | {min(accuracies):.3f} to {max(accuracies):.3f} | {counts[0]:,} |"
         )
-    sizes, times = zip(
-        *((file.ByteSize() / 1000, run(file, x[held])[1]) for file in (whole, files[1])), strict=True
-    )
+    sizes, times = zip(*((file.ByteSize() / 1000, run(file, x[held])[1]) for file in (whole, files[1])), strict=True)
     print(f"\nfile {sizes[0]:.0f} -> {sizes[1]:.0f} KB, {len(held)} rows {times[0]:.2f} -> {times[1]:.2f} ms")
 
 

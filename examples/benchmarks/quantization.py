@@ -75,9 +75,7 @@ def diamonds() -> Rows:
     with Path(folder, "data", "diamonds.csv").open() as file:
         table = list(csv.DictReader(file))
     table = [table[i] for i in np.random.default_rng(0).permutation(len(table))[:12_000]]
-    x = np.array(
-        [[float(row[name]) for name in ("carat", "depth", "table", "price", "x", "y", "z")] for row in table]
-    )
+    x = np.array([[float(row[name]) for name in ("carat", "depth", "table", "price", "x", "y", "z")] for row in table])
     kinds = [np.unique([row[name] for row in table], return_inverse=True)[1] for name in ("color", "clarity")]
     x = np.concatenate([(x - x.mean(0)) / x.std(0), *(np.eye(kind.max() + 1)[kind] for kind in kinds)], 1)
     return x.astype(np.float32), np.unique([row["cut"] for row in table], return_inverse=True)[1]
@@ -186,9 +184,7 @@ def trained_on(
     return executor.trained()
 
 
-def by_torchao(
-    net: nn.Module, x: np.ndarray, labels: np.ndarray, epochs: int, rate: float
-) -> onnx.ModelProto:
+def by_torchao(net: nn.Module, x: np.ndarray, labels: np.ndarray, epochs: int, rate: float) -> onnx.ModelProto:
     """Return the module that torchao's fake quantization trained, as a QDQ file."""
     from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_qat_pt2e
@@ -248,9 +244,7 @@ def session(proto: onnx.ModelProto, optimized: Path | None = None) -> onnxruntim
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
-    return onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def measured(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
@@ -288,9 +282,7 @@ def products(proto: onnx.ModelProto) -> str:
 
 def on_haswell(emulator: str, protos: dict[str, onnx.ModelProto], x: np.ndarray) -> dict[str, np.ndarray]:
     """Return the outputs of files on an emulated Haswell, which has AVX2 and no VNNI."""
-    program = (
-        "import sys, numpy, onnxruntime as o; s = o.InferenceSession(sys.argv[1]); numpy.save(sys.argv[3], "
-    )
+    program = "import sys, numpy, onnxruntime as o; s = o.InferenceSession(sys.argv[1]); numpy.save(sys.argv[3], "
     program += "s.run(None, {s.get_inputs()[0].name: numpy.load(sys.argv[2])})[0])"
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -304,9 +296,7 @@ def on_haswell(emulator: str, protos: dict[str, onnx.ModelProto], x: np.ndarray)
     return found
 
 
-def files_of(
-    case: Case, exported: onnx.ModelProto, net: nn.Module, own: Rows, seed: int
-) -> dict[str, onnx.ModelProto]:
+def files_of(case: Case, exported: onnx.ModelProto, net: nn.Module, own: Rows, seed: int) -> dict[str, onnx.ModelProto]:
     """Return the file of each form."""
     x, labels = own
     rows = {"x": x, "target": labels}
@@ -388,9 +378,7 @@ def section(case: Case, seeds: int, emulator: str | None) -> list[str]:
             (scores,) = on_haswell(emulator, {name: files[name]}, x[held]).values()
             (here,) = session(files[name]).run(None, {"x": x[held]})
             share = 100 * float((scores != here).mean())
-            apart.append(
-                f"{name}: {measured(scores, labels[held])[0]:.2f} %, {share:.1f} % of outputs differ"
-            )
+            apart.append(f"{name}: {measured(scores, labels[held])[0]:.2f} %, {share:.1f} % of outputs differ")
         lines += ["", f"On an emulated Haswell, the last seed: {'; '.join(apart)}."]
     return lines
 

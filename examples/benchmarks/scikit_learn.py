@@ -47,9 +47,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return scale(x).astype(np.float32), scale(y).astype(np.float32)
 
 
-def by_scikit_learn(
-    x: np.ndarray, y: np.ndarray, epochs: int
-) -> tuple[MLPRegressor, Callable[[], list[float]]]:
+def by_scikit_learn(x: np.ndarray, y: np.ndarray, epochs: int) -> tuple[MLPRegressor, Callable[[], list[float]]]:
     def network() -> MLPRegressor:
         return MLPRegressor(
             hidden_layer_sizes=HIDDEN,
@@ -70,9 +68,7 @@ def by_scikit_learn(
         fresh = network()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            return [
-                2 * loss for loss in fresh.fit(x, y).loss_curve_
-            ]  # scikit-learn's loss is half the square
+            return [2 * loss for loss in fresh.fit(x, y).loss_curve_]  # scikit-learn's loss is half the square
 
     first = network()
     first.set_params(max_iter=1, learning_rate_init=1e-30)
@@ -162,15 +158,11 @@ def main(
             times[name].append(time.perf_counter() - start)
     steps = epochs * -(-len(x) // BATCH)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    print(
-        f"{epochs} epochs of {len(x)} rows in batches of {BATCH}, {threads} thread(s), median of {rounds} rounds"
-    )
+    print(f"{epochs} epochs of {len(x)} rows in batches of {BATCH}, {threads} thread(s), median of {rounds} rounds")
     print(f"{'':<14}{'seconds':>9}{'us a step':>11}{'times graphopt':>16}{'last loss':>12}")
     for name, seconds in medians.items():
         ratio = seconds / medians["graphopt"]
-        print(
-            f"{name:<14}{seconds:>9.3f}{1e6 * seconds / steps:>11.0f}{ratio:>16.2f}{curves[name][-1]:>12.5f}"
-        )
+        print(f"{name:<14}{seconds:>9.3f}{1e6 * seconds / steps:>11.0f}{ratio:>16.2f}{curves[name][-1]:>12.5f}")
     if path:
         picture(curves, path)
         print(f"loss curves: {path}")
@@ -215,9 +207,7 @@ def estimators(rounds: int = 5, most: int = 200) -> list[list[str]]:
         "digits, 10 folds, n_jobs=-1": (folds, digits, 200),
     }
     header = ["data", "machine", "epochs"]
-    header += [
-        f"{kind}: {who}" for kind in ("wall, s", "processor, s") for who in ("MLP", "Onnx", "Onnx, float32")
-    ]
+    header += [f"{kind}: {who}" for kind in ("wall, s", "processor, s") for who in ("MLP", "Onnx", "Onnx, float32")]
     for texts in (header, ["---"] * 3 + ["---:"] * 6):
         print(f"| {' | '.join(texts)} |")
     rows = []

@@ -127,9 +127,7 @@ def networks() -> dict[str, tuple[Callable, Callable, Callable]]:
         def __init__(self, n=16):
             super().__init__()
             self.first, self.second = nn.Sequential(*twice(1, n)), nn.Sequential(*twice(n, 2 * n))
-            self.middle = nn.Sequential(
-                nn.MaxPool2d(2), *twice(2 * n, 4 * n), nn.ConvTranspose2d(4 * n, 2 * n, 2, 2)
-            )
+            self.middle = nn.Sequential(nn.MaxPool2d(2), *twice(2 * n, 4 * n), nn.ConvTranspose2d(4 * n, 2 * n, 2, 2))
             self.up = nn.Sequential(*twice(4 * n, 2 * n), nn.ConvTranspose2d(2 * n, n, 2, 2))
             self.last = nn.Sequential(*twice(2 * n, n), nn.Conv2d(n, 1, 1))
 
@@ -160,9 +158,7 @@ def networks() -> dict[str, tuple[Callable, Callable, Callable]]:
 
         def forward(self, x):
             parts = [y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, 2)]
-            return self.out(
-                f.scaled_dot_product_attention(*parts, is_causal=self.causal).transpose(1, 2).flatten(2)
-            )
+            return self.out(f.scaled_dot_product_attention(*parts, is_causal=self.causal).transpose(1, 2).flatten(2))
 
     def layers(width, heads, depth, causal=False):
         for _ in range(depth):
@@ -176,9 +172,7 @@ def networks() -> dict[str, tuple[Callable, Callable, Callable]]:
                 nn.Embedding(words, width),
                 nn.Parameter(torch.randn(length, width) / 50),
             )
-            self.body = nn.Sequential(
-                *layers(width, 4, 2, causal=True), nn.LayerNorm(width), nn.Linear(width, words)
-            )
+            self.body = nn.Sequential(*layers(width, 4, 2, causal=True), nn.LayerNorm(width), nn.Linear(width, words))
 
         def forward(self, x):
             return self.body(self.words(x) + self.places).transpose(1, 2)

@@ -107,9 +107,7 @@ def fits() -> None:
     import torch
 
     torch.set_num_threads(1)
-    module = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(784, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
-    )
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     x, y = torch.rand(10_000, 1, 28, 28), torch.randint(0, 10, (10_000,))
     start = time.process_time()
     file = graphopt.export(module, x[:2])

@@ -123,9 +123,7 @@ def main(
             paths, executors = {}, {}
             for form, loss in FORMS.items():
                 parameters = passes.Parameters(pattern)
-                step = graphopt.compile(
-                    head(*sizes), parameters=parameters, loss=loss, optimizer=passes.SGD(RATE)
-                )
+                step = graphopt.compile(head(*sizes), parameters=parameters, loss=loss, optimizer=passes.SGD(RATE))
                 paths[form] = f"{folder}/{form}.onnx"
                 graphopt.save(step, paths[form])
                 executors[form] = graphopt.Executor(paths[form], threads=threads, **MEASURED)

@@ -87,9 +87,7 @@ def times(executor: graphopt.Executor, feeds: dict[str, np.ndarray], rounds: int
     return 1e3 * statistics.median(steps), 1e3 * statistics.median(calls)
 
 
-def profiled(
-    step: Any, feeds: dict[str, np.ndarray], steps: int = 4
-) -> tuple[Counter[str], Counter[str], int]:
+def profiled(step: Any, feeds: dict[str, np.ndarray], steps: int = 4) -> tuple[Counter[str], Counter[str], int]:
     """Return per step: counts of nodes and copies, milliseconds of kernels by operator, and reads of the device."""
     with tempfile.TemporaryDirectory() as folder:
         executor = opened(step, Path(folder) / "profile", verify=False)
@@ -160,9 +158,7 @@ def main(rounds: int = 20, networks: list[str] | None = None) -> dict[str, dict[
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--networks", nargs="*")
     main(**vars(parser.parse_args()))

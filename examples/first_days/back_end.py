@@ -36,9 +36,7 @@ def play(desk: Desk) -> str:
     digits, batches = load_digits(), []
     for i in range(STEPS):
         rows = slice(i * ROWS, (i + 1) * ROWS)
-        batches.append(
-            {"x": (digits.data[rows] / 16).ravel().tolist(), "target": digits.target[rows].tolist()}
-        )
+        batches.append({"x": (digits.data[rows] / 16).ravel().tolist(), "target": digits.target[rows].tolist()})
     (desk.folder / "batches.json").write_text(json.dumps(batches))
     if shutil.which("npm") is None:
         return "no npm"
@@ -46,9 +44,7 @@ def play(desk: Desk) -> str:
     desk.graphopt("hosts", *model, "hosts.language=javascript", "folder=host")
     desk.command("npm", "install", "--silent", "./host/javascript", "onnxruntime-node")
     if desk.refusals:  # its install script downloads libraries for GPUs
-        desk.command(
-            "npm", "install", "--silent", "--ignore-scripts", "./host/javascript", "onnxruntime-node"
-        )
+        desk.command("npm", "install", "--silent", "--ignore-scripts", "./host/javascript", "onnxruntime-node")
     (desk.folder / "train.mjs").write_text(IN_NODE)
     desk.lines += len(IN_NODE.strip().splitlines())
     found = json.loads(desk.command("node", "train.mjs").strip().splitlines()[-1])
@@ -56,9 +52,7 @@ def play(desk: Desk) -> str:
     expected = json.loads(desk.python(IN_PYTHON).strip().splitlines()[-1])
     net = in_torch.network(desk.folder / "mlp.onnx")
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    pairs = [
-        (torch.tensor(batch["x"]).reshape(-1, 1, 8, 8), torch.tensor(batch["target"])) for batch in batches
-    ]
+    pairs = [(torch.tensor(batch["x"]).reshape(-1, 1, 8, 8), torch.tensor(batch["target"])) for batch in batches]
     theirs = in_torch.losses(net, optimizer, pairs)
     apart, from_torch = (np.max(np.abs(np.array(found) / other - 1)) for other in (expected, theirs))
     ends = f"{STEPS} losses, {found[0]:.3f} to {found[-1]:.3f}"

@@ -40,9 +40,7 @@ class Desk:
             limit: the largest size of a file that it can write, in blocks of 1,024 bytes, as on a full disk.
         """
         command = [sys.executable, "-m", "graphopt", *words]
-        return self.command(
-            *(command if limit is None else ["bash", "-c", f'ulimit -f {limit}; "$@"', "-", *command])
-        )
+        return self.command(*(command if limit is None else ["bash", "-c", f'ulimit -f {limit}; "$@"', "-", *command]))
 
     def command(self, *words: str) -> str:
         """Type a command; return what it prints."""

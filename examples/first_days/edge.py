@@ -58,9 +58,7 @@ def play(desk: Desk) -> str:
     )
     desk.command("make", "-s", "-C", "host/c", f"PYTHON={sys.executable}")
     desk.python(TO_FEED)
-    said = desk.command(
-        "host/c/build/train", "host", "batches", "1", "saved.safetensors", "-", "image", "target"
-    )
+    said = desk.command("host/c/build/train", "host", "batches", "1", "saved.safetensors", "-", "image", "target")
     ours = f"accuracy {accuracy[-1] if accuracy else 'none'} on others (PyTorch {theirs:.3f})"
     return f"{ours}; C: {' '.join(said.split()[:4])}"
 
@@ -93,9 +91,7 @@ def prepare(folder: Path) -> torch.nn.Sequential:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     digits = load_digits()
-    pixels = torch.nn.functional.interpolate(
-        torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], (16, 16)
-    )
+    pixels = torch.nn.functional.interpolate(torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], (16, 16))
     old = digits.target < len(NAMES)
     layers = [
         torch.nn.Conv2d(3, 16, 3, stride=2),

@@ -14,15 +14,11 @@ from pathlib import Path
 from desk import Desk
 
 ROLES = ("edge", "data_scientist", "back_end", "writer", "operations")
-HEAD = (
-    "| role | commands | lines of programs | refusals | tracebacks | seconds | result |\n" + "|---" * 7 + "|"
-)
+HEAD = "| role | commands | lines of programs | refusals | tracebacks | seconds | result |\n" + "|---" * 7 + "|"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("roles", nargs="*", default=ROLES, metavar="ROLE", help=", ".join(ROLES))
     parser.add_argument("--checkout", type=Path, default=Path(__file__).parents[2])
     parser.add_argument("--show", action="store_true", help="print what was refused")

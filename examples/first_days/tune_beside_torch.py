@@ -105,9 +105,7 @@ def by_torch(path: Path, train: Rows, held_out: Rows) -> str:
     model.graph.output.append(onnx.helper.make_empty_tensor_value_info(last.input[0]))
     session = onnxruntime.InferenceSession(model.SerializeToString())
     features = [
-        torch.tensor(
-            np.concatenate([session.run([last.input[0]], {"image": row[None]})[0] for row in pictures])
-        )
+        torch.tensor(np.concatenate([session.run([last.input[0]], {"image": row[None]})[0] for row in pictures]))
         for pictures, _ in (train, held_out)
     ]
     y, truth = (torch.tensor(labels) for _, labels in (train, held_out))

@@ -80,9 +80,7 @@ def play(desk: Desk) -> str:
     equal = len(losses) == 5 and losses[2] == losses[3]
     found = np.array(desk.python(START + "".join(first) + TOGETHER).split()[-10:], float)
     apart = np.max(np.abs(found / in_pytorch(desk) - 1))
-    mended = (
-        f"mended, they train{'; the momentum is the built-in one to the bit' if equal else ', not as due'}"
-    )
+    mended = f"mended, they train{'; the momentum is the built-in one to the bit' if equal else ', not as due'}"
     told_of = f"{told} of {mistakes} mistakes told in a line of graphopt's"
     return f"{told_of}; {mended}; 10 losses are PyTorch's to {apart:.0e}"
 

@@ -126,8 +126,7 @@ class Model(ABC):
         for seed in range(ROUNDINGS):
             rng = np.random.default_rng(seed)
             moved = [
-                Batch({name: nudged(x, rng) for name, x in batch.inputs.items()}, batch.target)
-                for batch in batches
+                Batch({name: nudged(x, rng) for name, x in batch.inputs.items()}, batch.target) for batch in batches
             ]
             yield self.train(optimizer, moved, double=False)
 
@@ -214,9 +213,7 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
     row.cause = f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
     if (extra or missing) and not export.recorded and is_said(ours.said, extra, missing):
         row.verdict = "reported"
-        named = [ours.said[name] for name in (*extra, *missing) if name in ours.said] or list(
-            ours.said.values()
-        )
+        named = [ours.said[name] for name in (*extra, *missing) if name in ours.said] or list(ours.said.values())
         row.cause = f"{row.cause}. The report: {'; '.join(named[:2])}"
     elif row.ours == row.theirs and row.own > CHAOS * row.difference:
         row.verdict, row.cause = "chaotic", ""
@@ -265,9 +262,7 @@ def follows(export: Export, case: Case, optimizer: Any, ours: Training, pairs: P
     return row.difference <= case.tolerance
 
 
-def apart(
-    ours: Training, theirs: Training, initial: Arrays, pairs: Pairs
-) -> tuple[dict[str, int], dict[str, int]]:
+def apart(ours: Training, theirs: Training, initial: Arrays, pairs: Pairs) -> tuple[dict[str, int], dict[str, int]]:
     """Return the parameters that train only in graphopt and only in the framework, by their values, with counts.
 
     What the exporter computed from parameters trains only in graphopt, even if some of its numbers are theirs. A
@@ -344,9 +339,7 @@ def train_here(export: Export, case: Case, optimizer: Any) -> Training:
     computed = [str(value.name) for value in weights if Origin.read(value).kind is Kind.COMPUTED]
     warned = next((text for one in caught if "removed the records" in (text := str(one.message))), "")
     names = said(step, weights)
-    return Training(
-        losses, dict(constants(trained)), prediction, numbers, names, initial, computed, warned, checked
-    )
+    return Training(losses, dict(constants(trained)), prediction, numbers, names, initial, computed, warned, checked)
 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:
@@ -390,12 +383,7 @@ def moved(weight: np.ndarray, array: np.ndarray) -> Move | None:
         for axes in itertools.permutations(range(weight.ndim)):
             if close(weight.transpose(axes).ravel(), array.ravel()):
                 return lambda w: w.transpose(axes).ravel()
-    if (
-        weight.ndim == 2
-        and array.ndim > 1
-        and array.shape[-1] == weight.shape[1]
-        and 1 < array.size <= weight.size
-    ):
+    if weight.ndim == 2 and array.ndim > 1 and array.shape[-1] == weight.shape[1] and 1 < array.size <= weight.size:
         rows = array.reshape(-1, weight.shape[1])
         for start in range(len(weight) - len(rows) + 1):
             if close(weight[start : start + len(rows)], rows):

@@ -44,9 +44,7 @@ class Autocast(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.SiLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(16, 3)
-    ).half()
+    return nn.Sequential(nn.Conv2d(2, 6, 3), nn.SiLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(16, 3)).half()
 
 
 def halves(*shape: int):
@@ -59,9 +57,7 @@ def floats(*shape: int):
 
 def case(build: Callable[[], nn.Module], inputs: Callable[..., Any], **options: Any) -> TorchCase:
     """Return a case with small steps, which 16-bit weights without masters would lose."""
-    return TorchCase(
-        build, inputs, **{"ways": BOTH, "optimizers": optimizers(1e-3), "tolerance": 2e-3, **options}
-    )
+    return TorchCase(build, inputs, **{"ways": BOTH, "optimizers": optimizers(1e-3), "tolerance": 2e-3, **options})
 
 
 CASES = {

@@ -79,9 +79,7 @@ class TorchCase(Case):
 
     def draw(self, step: int, rows: int) -> tuple[torch.Tensor, ...]:
         """Draw the inputs of a step from PyTorch's generator."""
-        return (
-            self.inputs(rows, self.lengths[step % len(self.lengths)]) if self.lengths else self.inputs(rows)
-        )
+        return self.inputs(rows, self.lengths[step % len(self.lengths)]) if self.lengths else self.inputs(rows)
 
 
 def perturb(module: nn.Module) -> None:
@@ -206,9 +204,7 @@ class TorchModel(Model):
         self._check(proto)
         return proto
 
-    def _recorded(
-        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], axes: dict[int, str]
-    ) -> onnx.ModelProto:
+    def _recorded(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], axes: dict[int, str]) -> onnx.ModelProto:
         """Export by graphopt.export, which records what trains."""
         names = [f"x{i}" for i in range(len(inputs))]
         arguments = list(inspect.signature(module.forward).parameters)
@@ -256,22 +252,16 @@ class Masters:
         return torch.func.functional_call(self._module, stored, inputs)
 
 
-def export(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str, axes: dict[int, str]
-) -> onnx.ModelProto:
+def export(module: nn.Module, inputs: tuple[torch.Tensor, ...], exporter: str, axes: dict[int, str]) -> onnx.ModelProto:
     """Export with the exporter's defaults, except that BatchNormalization is not folded into convolutions.
 
     `axes` names the dynamic dimensions of every input.
     """
-    folds = "unfolded" not in exporter and not any(
-        isinstance(part, NORMALIZATIONS) for part in module.modules()
-    )
+    folds = "unfolded" not in exporter and not any(isinstance(part, NORMALIZATIONS) for part in module.modules())
     evaluated = torch.onnx.TrainingMode.EVAL if folds else torch.onnx.TrainingMode.PRESERVE
     names: dict[str, Any] = {"input_names": [f"x{i}" for i in range(len(inputs))], "output_names": ["y"]}
     if exporter.startswith("dynamo"):
-        sizes = (
-            {0: torch.export.Dim("batch")} if len(axes) == 1 else dict.fromkeys(axes, torch.export.Dim.AUTO)
-        )
+        sizes = {0: torch.export.Dim("batch")} if len(axes) == 1 else dict.fromkeys(axes, torch.export.Dim.AUTO)
         shapes = tuple({i: size for i, size in sizes.items() if i < x.ndim} for x in inputs) if axes else None
         program = torch.onnx.export(
             module, inputs, dynamo=True, dynamic_shapes=shapes, optimize=folds, verbose=False, **names

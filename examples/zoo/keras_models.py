@@ -207,9 +207,7 @@ def rounded() -> keras.Model:
 
 def siamese() -> keras.Model:
     x = layers.Input((2, 6))
-    encode = keras.Sequential(
-        [layers.Dense(8), layers.BatchNormalization(), layers.Dense(4, activation="tanh")]
-    )
+    encode = keras.Sequential([layers.Dense(8), layers.BatchNormalization(), layers.Dense(4, activation="tanh")])
     return keras.Model(x, encode(x[:, 0]) - encode(x[:, 1]))
 
 

@@ -199,11 +199,7 @@ class Child:
             lines = Path(self._output.name).read_text(errors="replace").splitlines()
         done = [Row(**json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
         if late or self._process.exitcode:
-            how = (
-                f"not done after {SECONDS} seconds"
-                if late
-                else f"the process ended with {self._process.exitcode}"
-            )
+            how = f"not done after {SECONDS} seconds" if late else f"the process ended with {self._process.exitcode}"
             last = next((line for line in reversed(lines) if line and not line.startswith(MARK)), "")
             done.append(Row(self.job.name, self.job.exporter, verdict="failed", cause=f"{how}: {last[:200]}"))
         return done
@@ -235,9 +231,7 @@ def chosen(
     """Return the architectures and exporters to run, by family."""
     found = []
     for family in FAMILIES:
-        if (sample and family not in SAMPLE) or (
-            only and family not in only and set(only) <= FAMILIES.keys()
-        ):
+        if (sample and family not in SAMPLE) or (only and family not in only and set(only) <= FAMILIES.keys()):
             continue
         try:
             names = list(cases(family))
@@ -247,9 +241,7 @@ def chosen(
         if sample:
             names = list(SAMPLE[family])
         if only:
-            names = [
-                name for name in names if any(fnmatch.fnmatchcase(x, p) for x in (name, family) for p in only)
-            ]
+            names = [name for name in names if any(fnmatch.fnmatchcase(x, p) for x in (name, family) for p in only)]
         found += [
             Job(family, name, exporter, optimizers)
             for name in names
@@ -282,12 +274,7 @@ def table(path: Path) -> dict[str, list[list[str]]]:
     for line in path.read_text().splitlines() if path.exists() else []:
         family = titles.get(line, family)
         parts = [part.strip() for part in line.strip("|").split("|")]
-        if (
-            family
-            and line.startswith("|")
-            and len(parts) == len(COLUMNS)
-            and parts[0] not in (COLUMNS[0], "---")
-        ):
+        if family and line.startswith("|") and len(parts) == len(COLUMNS) and parts[0] not in (COLUMNS[0], "---"):
             found[family].append(parts)
     return found
 
@@ -296,9 +283,7 @@ def merge(family: list[list[str]], found: list[list[str]], job: Job) -> None:
     """Replace the old rows of a job, or insert them behind those of the architecture."""
     new = {(row[1], row[2]) for row in found}
     at = max((i + 1 for i, row in enumerate(family) if row[0] == job.name), default=len(family))
-    old = [
-        row[0] == job.name and ((row[1], row[2]) in new or row[1:3] == [job.exporter, "-"]) for row in family
-    ]
+    old = [row[0] == job.name and ((row[1], row[2]) in new or row[1:3] == [job.exporter, "-"]) for row in family]
     at = next((i for i, is_old in enumerate(old) if is_old), at)
     family[:] = [row for row, is_old in zip(family, old, strict=True) if not is_old]
     family[at:at] = found
@@ -314,9 +299,7 @@ def written(results: dict[str, list[list[str]]]) -> str:
     for family, title in FAMILIES.items():
         if results[family]:
             lines += ["", f"## {title}", "", f"{counted(Counter(row[3] for row in results[family]))}.", ""]
-            lines += [
-                f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *results[family])
-            ]
+            lines += [f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *results[family])]
     return "\n".join(lines) + "\n"
 
 
@@ -338,9 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--sample", action="store_true", help="run the architectures of the tests")
-    parser.add_argument(
-        "--exporters", nargs="+", metavar="PATTERN", help='such as "graphopt *"; all by default'
-    )
+    parser.add_argument("--exporters", nargs="+", metavar="PATTERN", help='such as "graphopt *"; all by default')
     parser.add_argument("--optimizers", type=int, metavar="COUNT", help="the first ones of each architecture")
     parser.add_argument("--resume", action="store_true", help="run only what has no row in the file yet")
     parser.add_argument("--jobs", type=int, default=1)

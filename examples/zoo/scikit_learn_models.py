@@ -75,9 +75,7 @@ class ScikitLearnModel(Model):
     def export(self) -> onnx.ModelProto:
         whole = make_pipeline(self.scaler, self.estimator) if self.scaler else self.estimator
         options = {id(self.estimator): {"zipmap": False}} if self.case.classes else None
-        return to_onnx(
-            whole, self.case.draw(1, 0).inputs["X"], options=options, target_opset={"": 21, "ai.onnx.ml": 1}
-        )
+        return to_onnx(whole, self.case.draw(1, 0).inputs["X"], options=options, target_opset={"": 21, "ai.onnx.ml": 1})
 
     def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         estimator = copy.deepcopy(self.estimator)
@@ -130,15 +128,11 @@ def doubled(value: Any) -> Any:
 
 def perceptron(kind: type, **options: Any) -> Callable[[], Any]:
     fixed = {"alpha": 0, "shuffle": False, "random_state": 0, "nesterovs_momentum": False, "batch_size": 24}
-    return lambda: kind(
-        **{"solver": "sgd", "hidden_layer_sizes": (7,), **fixed, "learning_rate_init": 0.01, **options}
-    )
+    return lambda: kind(**{"solver": "sgd", "hidden_layer_sizes": (7,), **fixed, "learning_rate_init": 0.01, **options})
 
 
 def linear(kind: type, loss: str) -> Callable[[], Any]:
-    return lambda: kind(
-        loss=loss, penalty=None, learning_rate="constant", eta0=0.01, shuffle=False, random_state=0
-    )
+    return lambda: kind(loss=loss, penalty=None, learning_rate="constant", eta0=0.01, shuffle=False, random_state=0)
 
 
 PLAIN, ADAM = {"optimizers": (passes.SGD(0.01),)}, {"optimizers": (passes.Adam(0.01),)}

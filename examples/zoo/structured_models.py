@@ -529,9 +529,7 @@ class PartlyTied(nn.Module):
         self.own = nn.Parameter(torch.randn(8, 4) / 3)
 
     def forward(self, x):
-        return torch.tanh(self.middle(self.embedding(x))) @ torch.cat(
-            [self.embedding.weight.t(), self.own], 1
-        )
+        return torch.tanh(self.middle(self.embedding(x))) @ torch.cat([self.embedding.weight.t(), self.own], 1)
 
 
 def ids_and_numbers(batch: int):

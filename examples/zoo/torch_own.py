@@ -462,9 +462,7 @@ class Flow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1]]))
-        self.nets = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)
-        )
+        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
@@ -684,15 +682,11 @@ class Gaussians(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.centers, self.widths, self.logits = (
-            nn.Parameter(torch.randn(s)) for s in ((4, 3), (4, 3), (4,))
-        )
+        self.centers, self.widths, self.logits = (nn.Parameter(torch.randn(s)) for s in ((4, 3), (4, 3), (4,)))
 
     def forward(self, x):
         z = (x[:, None] - self.centers) * (-self.widths).exp()
-        return torch.logsumexp(
-            self.logits.log_softmax(0) - (z * z / 2 + self.widths).sum(-1), 1, keepdim=True
-        )
+        return torch.logsumexp(self.logits.log_softmax(0) - (z * z / 2 + self.widths).sum(-1), 1, keepdim=True)
 
 
 class Prototypes(nn.Module):

@@ -25,9 +25,7 @@ def inverted(*setting):
 
 
 def regnet_y() -> nn.Module:
-    params = regnet.BlockParams.from_init_params(
-        depth=4, w_0=8, w_a=8.0, w_m=2.0, group_width=4, se_ratio=0.25
-    )
+    params = regnet.BlockParams.from_init_params(depth=4, w_0=8, w_a=8.0, w_m=2.0, group_width=4, se_ratio=0.25)
     return regnet.RegNet(params, num_classes=5, stem_width=8)
 
 
@@ -59,11 +57,7 @@ def convnext_small() -> nn.Module:
 
 def swin(version: int) -> nn.Module:
     block = models.swin_transformer
-    options = (
-        {}
-        if version == 1
-        else {"block": block.SwinTransformerBlockV2, "downsample_layer": block.PatchMergingV2}
-    )
+    options = {} if version == 1 else {"block": block.SwinTransformerBlockV2, "downsample_layer": block.PatchMergingV2}
     return models.SwinTransformer(
         [2, 2], 8, [2, 1], [2, 2], [2, 2], mlp_ratio=2.0, stochastic_depth_prob=0.0, num_classes=5, **options
     )
@@ -87,9 +81,7 @@ class Segmentation(nn.Module):
         self.head = segmentation.fcn.FCNHead(64, 3)
 
     def forward(self, x):
-        return nn.functional.interpolate(
-            self.head(self.body(x)), x.shape[-2:], mode="bilinear", align_corners=False
-        )
+        return nn.functional.interpolate(self.head(self.body(x)), x.shape[-2:], mode="bilinear", align_corners=False)
 
 
 def shuffled() -> nn.Module:

@@ -52,9 +52,7 @@ def files(case: TorchCase) -> tuple[onnx.ModelProto, onnx.ModelProto, Any]:
     unfolded = exported(case, UNFOLDED)
     assert isinstance(unfolded.model, TorchModel)
     if trains(unfolded.model.module):
-        optimized = onnxscript.optimizer.optimize(
-            onnx.ModelProto.FromString(unfolded.proto.SerializeToString())
-        )
+        optimized = onnxscript.optimizer.optimize(onnx.ModelProto.FromString(unfolded.proto.SerializeToString()))
     else:
         optimized = exported(case, OPTIMIZED).proto
     return optimized, unfolded.proto, unfolded.batches[0].feeds

@@ -71,9 +71,7 @@ def read_adapter_file(path: Path) -> dict[str, np.ndarray]:
         ) from error
     wrong = next((name for name, x in arrays.items() if x.dtype.kind not in "fV"), None)
     if wrong is not None:
-        raise GraphoptError(
-            f"{path}: {wrong!r}: expected floating-point numbers, found {arrays[wrong].dtype}"
-        )
+        raise GraphoptError(f"{path}: {wrong!r}: expected floating-point numbers, found {arrays[wrong].dtype}")
     return arrays
 
 
@@ -96,9 +94,7 @@ def _runtime(path: Path) -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
-        raise GraphoptError(
-            f"{path}: expected an ONNX Runtime, found none: pip install onnxruntime"
-        ) from error
+        raise GraphoptError(f"{path}: expected an ONNX Runtime, found none: pip install onnxruntime") from error
     if not hasattr(onnxruntime, "AdapterFormat"):
         raise GraphoptError(
             f"{path}: expected an ONNX Runtime with adapter files, found {onnxruntime.__version__}: install 1.20 or "

@@ -99,9 +99,7 @@ def _array(x: ir.Value, state: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _stored_type(x: ir.Value) -> ir.DataType | None:
     """Return the type to which the graph rounds a value, of fewer bits than its state, or None."""
-    rounded = (
-        node.outputs[0].dtype for node in x.consumers() if STORED.is_set(node) and node.op_type == "Cast"
-    )
+    rounded = (node.outputs[0].dtype for node in x.consumers() if STORED.is_set(node) and node.op_type == "Cast")
     return next(rounded, None) if x.is_graph_input() else None
 
 
@@ -197,9 +195,7 @@ def _numbers(adapter: Adaptation) -> np.ndarray:
     """Return the numbers of the weight of an adapter with DoRA, of 32 bits or more."""
     weight = adapter.weight
     tensor = initial(weight)
-    numbers = (
-        standing_for(weight) if adapter.note.quantized else tensor.numpy() if tensor is not None else None
-    )
+    numbers = standing_for(weight) if adapter.note.quantized else tensor.numpy() if tensor is not None else None
     if numbers is None:
         raise GraphoptError(
             f"weight {adapter.note.weight!r}: expected floating-point numbers, whose norms DoRA divides by, found "

@@ -83,9 +83,7 @@ def config_beside(model: Path) -> DecoderConfig:
     def number(name: str, default: object = None) -> int:
         value = found.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST_BLOCKS:
-            raise GraphoptError(
-                f"{path}: {name}: expected a number from 1 to {_MOST_BLOCKS:,}, found {value!r}"
-            )
+            raise GraphoptError(f"{path}: {name}: expected a number from 1 to {_MOST_BLOCKS:,}, found {value!r}")
         return value
 
     layers, heads = number("num_hidden_layers"), number("num_attention_heads")

@@ -71,9 +71,7 @@ def _in_order(model: ir.Model, adapters: Sequence[Adaptation]) -> list[Adaptatio
     return sorted(adapters, key=place)
 
 
-def _parts(
-    model: ir.Model, adapter: Adaptation, naming: Naming, sizes_in: Mapping[str, int]
-) -> Iterator[_Part]:
+def _parts(model: ir.Model, adapter: Adaptation, naming: Naming, sizes_in: Mapping[str, int]) -> Iterator[_Part]:
     """Yield the modules of one adapter: several if the weight is packed."""
     note, weight = adapter.note, adapter.weight
     _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
@@ -88,9 +86,7 @@ def _parts(
         module = Module(path, *values, note.scale, rank_stabilized=note.rank_stabilized, experts=experts)
         yield _Part(module, 0, adapter.outputs)
         return
-    if note.kind in ("recurrence", "transposed convolution") or (
-        note.kind == "product" and adapter.a.ndim > 2
-    ):
+    if note.kind in ("recurrence", "transposed convolution") or (note.kind == "product" and adapter.a.ndim > 2):
         raise GraphoptError(
             f"weight {note.weight!r}: expected that of a Linear, Conv, Embedding or Conv1D, which peft adapts, "
             f"found that of a {note.kind}: save it by form='onnxruntime', or merge it, by executor.trained()"
@@ -127,18 +123,14 @@ def _check_convolution(weight: ir.Value, note: Adapted, *, is_dora: bool) -> Non
     """Raise an error for a convolution for which peft computes something else."""
     if note.kind != "convolution":
         return
-    problem = (
-        "DoRA of groups, whose norms peft takes of other numbers" if is_dora and note.groups > 1 else None
-    )
+    problem = "DoRA of groups, whose norms peft takes of other numbers" if is_dora and note.groups > 1 else None
     if _is_folded(weight, note):
         problem = "numbers of other modules that the exporter folded into it, such as BatchNormalization"
     for node, _ in readers_of(weight):
         x = node.inputs[0].producer() if node.op_type == "Conv" and node.inputs[0] is not None else None
         if any(size > 1 for size in node.attributes.get_ints("dilations", [1])):
             problem = "dilations, which peft's A lacks"
-        elif (
-            x is not None and x.op_type == "Pad" and x.attributes.get_string("mode", "constant") != "constant"
-        ):
+        elif x is not None and x.op_type == "Pad" and x.attributes.get_string("mode", "constant") != "constant":
             problem = "padding by other numbers than 0, which peft's A lacks"
     if problem:
         raise GraphoptError(
@@ -239,11 +231,7 @@ def saved_modules(
     trained: set[str] = set()
     for x in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
         tensor, role = initial(x), role_of(x)
-        if (
-            original_name(x) in own
-            or not is_floating(x)
-            or role not in (None, Role.PARAMETER, Role.STATISTIC)
-        ):
+        if original_name(x) in own or not is_floating(x) or role not in (None, Role.PARAMETER, Role.STATISTIC):
             continue
         if name_of(x) not in state and tensor is None:
             continue
@@ -259,11 +247,7 @@ def saved_modules(
             trained.add(name)
     whole = {name.rpartition(".")[0] for name in trained} - {*paths}
     saved = {name: x for name, x in found.items() if name in trained or name.rpartition(".")[0] in whole}
-    counted = {
-        name.replace("running_mean", "num_batches_tracked")
-        for name in saved
-        if name.endswith(".running_mean")
-    }
+    counted = {name.replace("running_mean", "num_batches_tracked") for name in saved if name.endswith(".running_mean")}
     return saved | {name: np.array(0) for name in counted}
 
 
@@ -284,12 +268,7 @@ def in_module(x: ir.Value, array: np.ndarray, naming: Naming, *, back: bool = Fa
 def name_of_parameter(x: ir.Value) -> str:
     """Return the name of the parameter that an initializer is, or from which the exporter made it."""
     origin = Origin.read(x)
-    if (
-        origin is None
-        or len(origin.sources) != 1
-        or Layout.ANEW is origin.layout
-        or origin.kind is Kind.COMPUTED
-    ):
+    if origin is None or len(origin.sources) != 1 or Layout.ANEW is origin.layout or origin.kind is Kind.COMPUTED:
         return original_name(x)
     return origin.sources[0]
 

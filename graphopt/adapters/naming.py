@@ -33,10 +33,7 @@ _FILES: dict[str, str | Sequence[str]] = {
     "*.attn.*_norm.layernorm": "*.self_attn.*_norm",
     "*.layers.*.final_norm_layernorm": "*.norm",
     "*.attn.*_proj": "*.self_attn.*_proj",
-    **{
-        name: name
-        for name in ("*_layernorm", "*.mlp.*", "*.embed_tokens", "*.conv.*", "*.linear_attn.*", "lm_head")
-    },
+    **{name: name for name in ("*_layernorm", "*.mlp.*", "*.embed_tokens", "*.conv.*", "*.linear_attn.*", "lm_head")},
 }
 # Where modules of transformers differ from Llama's: each with the modules of Llama whose rows it has, in their order.
 _Modules = Mapping[str, tuple[str, ...]]
@@ -50,9 +47,7 @@ _LFM2: _Modules = {
     **{f"*.{x}_norm": (f"*.{x}_layernorm",) for x in ("operator", "ffn")},
     "*.embedding_norm": ("*.norm",),
 }
-_QWEN35: _Modules = {
-    f"*.linear_attn.in_proj_{x}": (f"*.linear_attn.{x}_proj",) for x in ("qkv", "z", "b", "a")
-}
+_QWEN35: _Modules = {f"*.linear_attn.in_proj_{x}": (f"*.linear_attn.{x}_proj",) for x in ("qkv", "z", "b", "a")}
 _HUNYUAN: _Modules = {f"*.self_attn.{x}_layernorm": (f"*.self_attn.{x[0]}_norm",) for x in ("query", "key")}
 _BLOCKS = "transformer.encoder.layers.*"
 # By the types of models of onnxruntime-genai 0.18's builder, in genai_config.json. Those of experts lack the experts.
@@ -170,9 +165,7 @@ class Naming:
         for pattern, target in self.own.items():
             match = _matched(pattern, stem) or _matched(pattern, weight)
             if match:
-                if not isinstance(target, str | Sequence | Mapping) or not all(
-                    isinstance(x, str) for x in target
-                ):
+                if not isinstance(target, str | Sequence | Mapping) or not all(isinstance(x, str) for x in target):
                     raise GraphoptError(
                         f"names: {pattern!r}: expected the name of a module, or of several, found {kind_of(target)}"
                     )
@@ -225,9 +218,7 @@ class Naming:
                 "none: compile the file where it lies"
             )
         ends = np.cumsum(sizes).tolist()
-        rows = [
-            np.arange(end - size, end).reshape(self.heads, -1) for end, size in zip(ends, sizes, strict=True)
-        ]
+        rows = [np.arange(end - size, end).reshape(self.heads, -1) for end, size in zip(ends, sizes, strict=True)]
         return np.concatenate(rows, axis=1).ravel() if rows else np.zeros(0, int)
 
     def refusal(self, weight: str) -> GraphoptError:

@@ -117,9 +117,7 @@ def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
     arrays = {f"{_PREFIX}{name}": x for module in named for name, x in _tensors(module)}
     if len(arrays) < sum(3 if module.magnitude is not None else 2 for module in modules):
         twice, _ = collections.Counter(module.path for module in modules).most_common(1)[0]
-        raise GraphoptError(
-            f"{CONFIG}: expected one adapter of a module, found several of {twice!r}: give names="
-        )
+        raise GraphoptError(f"{CONFIG}: expected one adapter of a module, found several of {twice!r}: give names=")
     arrays |= {f"{_PREFIX}{_saved(name, modules)}": x for name, x in adapter.saved.items()}
     config = _config(modules, adapter.saved, dora=True in with_magnitude, stabilized=stabilized)
     config |= {"task_type": adapter.task or None, "base_model_name_or_path": adapter.base or None}
@@ -217,9 +215,7 @@ def read_folder(folder: str | os.PathLike[str], parameters: Sequence[str] = ()) 
                 "MultiheadAttention, which peft adds twice, found one: merge it in peft, and export the model anew"
             )
     own = [module for module in modules if not module.path.endswith(_OUT)]
-    base, task = (
-        x if isinstance(x, str) else "" for x in map(config.get, ("base_model_name_or_path", "task_type"))
-    )
+    base, task = (x if isinstance(x, str) else "" for x in map(config.get, ("base_model_name_or_path", "task_type")))
     return PeftAdapter(own, saved, base, task)
 
 
@@ -230,14 +226,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise GraphoptError(f"{path}: expected a folder of peft with this file: {error.strerror}") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
-        raise GraphoptError(
-            f"{path}: expected peft_type 'LORA', found {kind!r}: graphopt reads LoRA and DoRA alone"
-        )
+        raise GraphoptError(f"{path}: expected peft_type 'LORA', found {kind!r}: graphopt reads LoRA and DoRA alone")
     for name, value in config.items():
         if value and name not in _HARMLESS:
-            raise GraphoptError(
-                f"{path}: expected no {name!r}, which graphopt does not know, found {value!r}"
-            )
+            raise GraphoptError(f"{path}: expected no {name!r}, which graphopt does not know, found {value!r}")
     initialization = config.get("init_lora_weights", True)
     if not isinstance(initialization, bool | str | None):
         raise GraphoptError(
@@ -269,11 +261,7 @@ def _read_tensors(path: Path) -> dict[str, np.ndarray]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
     except FileNotFoundError as error:
         pickled = path.with_suffix(".bin").exists()
-        found = (
-            f"{path.with_suffix('.bin').name}, which may run code: save it anew with peft"
-            if pickled
-            else "none"
-        )
+        found = f"{path.with_suffix('.bin').name}, which may run code: save it anew with peft" if pickled else "none"
         raise GraphoptError(f"{path}: expected the file of an adapter, found {found}") from error
     except (OSError, AttributeError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise GraphoptError(f"{path}: expected tensors in safetensors form: {line(error)}") from error
@@ -313,13 +301,7 @@ def _module(
     rank: Any = len(a)
     if is_stacked:
         rank = _of_module(config, "rank_pattern", name, config.get("r", 8))
-        if (
-            isinstance(rank, bool)
-            or not isinstance(rank, int)
-            or rank < 1
-            or len(a) % rank
-            or len(a) != b.shape[1]
-        ):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 or len(a) % rank or len(a) != b.shape[1]:
             raise GraphoptError(
                 f"{path}: parameter {name!r}: expected A and B of {rank!r} numbers for each of its stacked weights, "
                 f"found {list(a.shape)} and {list(b.shape)}"

@@ -327,9 +327,7 @@ def widths(weight: Value) -> list[int] | None:
     for node in products_of(weight):
         if node.op_type == "Split":
             sizes = [None if y.shape is None else y.shape[-1] for y in node.outputs]
-            return (
-                [x for x in sizes if isinstance(x, int)] if all(isinstance(x, int) for x in sizes) else None
-            )
+            return [x for x in sizes if isinstance(x, int)] if all(isinstance(x, int) for x in sizes) else None
     return None
 
 
@@ -414,11 +412,7 @@ def _input(node: ir.Node, index: int) -> Value:
 def _unrounded(x: Value) -> Value:
     """Return what a DynamicQuantizeLinear rounds, if its integers or what they stand for are given."""
     node = x.producer()
-    if (
-        node is not None
-        and node.op_type == DEQUANTIZE
-        and (rounding := _input(node, 0).producer()) is not None
-    ):
+    if node is not None and node.op_type == DEQUANTIZE and (rounding := _input(node, 0).producer()) is not None:
         scale = _input(rounding, 1).producer() if rounding.op_type == "QuantizeLinear" else None
         node = scale if scale is None or scale.op_type != "Identity" else _input(scale, 0).producer()
     return _input(node, 0) if node is not None and node.op_type == "DynamicQuantizeLinear" else x

@@ -88,9 +88,7 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
     return path
 
 
-def _spec(
-    model: ir.Model, step: ir.Model | None, calibrated: ir.Model
-) -> tuple[TargetSpec | None, dict[str, str]]:
+def _spec(model: ir.Model, step: ir.Model | None, calibrated: ir.Model) -> tuple[TargetSpec | None, dict[str, str]]:
     """Return how the target compares with an output, and the outputs that are derived from it, by kind."""
     noted = [TargetSpec.read(model), *map(TargetSpec.read, with_role(step, Role.TARGET) if step else ())]
     spec = next((each for each in noted if each is not None), None)

@@ -148,9 +148,7 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     if arguments.schema is not None:
         write(Path(arguments.schema), json.dumps(recipe_schema(_RUNS), indent=1))
-        print(
-            f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH"
-        )
+        print(f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH")
         return
     words, verbs = with_folders(arguments.arguments), (*_RUNS, TUNE, DOCTOR)
     check_words(words, verbs)
@@ -158,9 +156,7 @@ def _run(arguments: argparse.Namespace) -> None:
         raise GraphoptError(f"-m: expected a verb that runs several times, found {one[0]}: leave -m out")
     if DOCTOR in words:
         if others := [word for word in words if word != DOCTOR]:
-            raise GraphoptError(
-                f"{DOCTOR}: expected no other words, found {' '.join(others)}: leave them out"
-            )
+            raise GraphoptError(f"{DOCTOR}: expected no other words, found {' '.join(others)}: leave them out")
         examine(open_console())
         return
     if TUNE in words and arguments.help:
@@ -176,9 +172,7 @@ def _run(arguments: argparse.Namespace) -> None:
             f"{'--pixels' if arguments.pixels else '--deeper'}: expected graphopt {TUNE} FILE.onnx FOLDER beside it, "
             "found another command"
         )
-    if not arguments.cfg and (
-        beside := "--resolve" * arguments.resolve or "--package" * bool(arguments.package)
-    ):
+    if not arguments.cfg and (beside := "--resolve" * arguments.resolve or "--package" * bool(arguments.package)):
         raise GraphoptError(f"{beside}: expected --cfg job beside it, whose output it changes, found none")
     overrides = words if arguments.shell_completion else [field_of(word, verbs) for word in words]
     command_line = CommandLine.of(overrides, arguments.config_dir)
@@ -198,23 +192,17 @@ def _run(arguments: argparse.Namespace) -> None:
             if arguments.package:
                 config = hydra.config_loader.load_configuration(PRIMARY, overrides, RunMode.RUN)
                 if OmegaConf.select(config, arguments.package.partition("=")[0]) is None:
-                    raise GraphoptError(
-                        f"--package: {unknown('field', arguments.package, config, known_fields())}"
-                    )
+                    raise GraphoptError(f"--package: {unknown('field', arguments.package, config, known_fields())}")
             hydra.show_cfg(PRIMARY, overrides, arguments.cfg, arguments.package, arguments.resolve)
         elif arguments.info:
             hydra.show_info(arguments.info, PRIMARY, overrides)
         elif arguments.shell_completion:
             if len(overrides) != 1 or overrides[0].partition("=")[0] not in ("install", "uninstall", "query"):
-                raise GraphoptError(
-                    f"--shell-completion: expected install=SHELL or uninstall=SHELL, found {overrides}"
-                )
+                raise GraphoptError(f"--shell-completion: expected install=SHELL or uninstall=SHELL, found {overrides}")
             try:
                 hydra.shell_completion(PRIMARY, overrides)
             except ValueError as error:
-                raise GraphoptError(
-                    f"--shell-completion: expected bash, fish or zsh, found {overrides[0]}"
-                ) from error
+                raise GraphoptError(f"--shell-completion: expected bash, fish or zsh, found {overrides[0]}") from error
         else:
             mode = RunMode.MULTIRUN if arguments.multirun or command_line.is_sweep else RunMode.RUN
             _start(hydra, command_line, overrides, mode)
@@ -495,9 +483,7 @@ def _export_run(recipe: Recipe, folder: Path) -> None:
     tell_record(console, recipe.command_line)
     say(console, "model", str(trained.checkpoint or trained.model))
     executor = trained.executor()
-    save_folder(
-        executor, target := trained.folder / form, base=base, form=form, base_name=recipe.fields["base_name"]
-    )
+    save_folder(executor, target := trained.folder / form, base=base, form=form, base_name=recipe.fields["base_name"])
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
     reads_tokens = not any(is_floating(x) for x in with_role(executor.model, Role.DATA))
     if form != "gguf" and reads_tokens and not {*files} & {*OF_TOKENIZER}:

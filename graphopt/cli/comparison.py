@@ -55,9 +55,7 @@ class _Run:
     @classmethod
     def read(cls, path: Path, name: str) -> _Run:
         """Read the files of a run; those that are missing or broken count as empty."""
-        overrides, config, hydra = map(
-            _yaml_content, (path / HYDRA / OVERRIDES, path / CONFIG, path / HYDRA / OPTIONS)
-        )
+        overrides, config, hydra = map(_yaml_content, (path / HYDRA / OVERRIDES, path / CONFIG, path / HYDRA / OPTIONS))
         lines = map(str, overrides if isinstance(overrides, list) else ())
         return cls(
             name,
@@ -164,14 +162,10 @@ class _Comparison:
         if not runs:
             raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
         names = dict.fromkeys(name for run in runs for name in run.overrides)
-        options = [
-            name for name in names if len({run.option(name) for run in runs}) > 1 and name not in OF_PLACES
-        ]
+        options = [name for name in names if len({run.option(name) for run in runs}) > 1 and name not in OF_PLACES]
         measures = _measure_names(runs)
         by = _decisive(runs, measures, options)
-        return cls(
-            folder, sorted(runs, key=lambda run: (run.key(by), bool(run.state))), options, measures, by
-        )
+        return cls(folder, sorted(runs, key=lambda run: (run.key(by), bool(run.state))), options, measures, by)
 
     @property
     def about(self) -> str:
@@ -233,8 +227,7 @@ class _Comparison:
             shown = [name for name in self.measures if name not in ("epoch", "loss")] or ["loss"]
             numbers = [(name, best.final[name]) for name in shown if name in best.final]
             figures = [
-                (label_of(name), measure_text(name, x, PLACES), "c1" if name == self.by else "")
-                for name, x in numbers
+                (label_of(name), measure_text(name, x, PLACES), "c1" if name == self.by else "") for name, x in numbers
             ]
             facts = dict(zip(labels, map(_option_text, map(best.option, self.options)), strict=True))
             parts = [html.figures(figures), *([html.facts(facts)] if facts else [])]

@@ -71,9 +71,7 @@ def examine(console: Console) -> None:
             say(console, line.topic, text)
             broken += [line.topic] if line.advice else []
     if broken:
-        raise GraphoptError(
-            f"{DOCTOR}: expected nothing broken, found {', '.join(dict.fromkeys(broken))}: see above"
-        )
+        raise GraphoptError(f"{DOCTOR}: expected nothing broken, found {', '.join(dict.fromkeys(broken))}: see above")
     say(console, "healthy", "nothing is broken")
 
 
@@ -113,9 +111,7 @@ def _packages() -> Iterator[_Line]:
         version = _version(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             allowed = f"{requirement.name}{requirement.specifier}"
-            yield _Line(
-                "packages", f"{requirement.name} {version or 'is missing'}", f'pip install "{allowed}"'
-            )
+            yield _Line("packages", f"{requirement.name} {version or 'is missing'}", f'pip install "{allowed}"')
         else:
             shown.append(f"{requirement.name} {version}")
     own = f"{OWN} {_version(OWN) or 'is not installed, only found'} in {Path(__file__).parents[2]}"
@@ -141,9 +137,7 @@ def _extras() -> Iterator[_Line]:
 def _compiler() -> Iterator[_Line]:
     command = toolchain.compiler()
     if command is None:
-        yield _Line(
-            "compiler", f'none, so that steps run without kernels: install gcc or clang, or "{OWN}[native]"'
-        )
+        yield _Line("compiler", f'none, so that steps run without kernels: install gcc or clang, or "{OWN}[native]"')
     elif not toolchain.macros():
         yield _Line("compiler", f"{' '.join(command)} compiles nothing", "install gcc or clang, or unset CC")
     else:
@@ -156,9 +150,7 @@ def _compiler() -> Iterator[_Line]:
 def _cache() -> Iterator[_Line]:
     folder = cache_folder().parent
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    yield _Line(
-        "cache", f"{folder}, {sum(sizes) / 1e6:.3g} MB in {counted(len(sizes), 'file')}, which may be deleted"
-    )
+    yield _Line("cache", f"{folder}, {sum(sizes) / 1e6:.3g} MB in {counted(len(sizes), 'file')}, which may be deleted")
 
 
 def _folder() -> Iterator[_Line]:
@@ -179,9 +171,7 @@ def _training() -> Iterator[_Line]:
     executor = Executor(step, threads=1, native=native, verify="full")
     losses = [executor.step(feeds)["loss"] for _ in range(2)]
     if not losses[1] < losses[0]:
-        yield _Line(
-            "training", f"the loss went from {losses[0]:.4g} to {losses[1]:.4g}", "reinstall the runtime"
-        )
+        yield _Line("training", f"the loss went from {losses[0]:.4g} to {losses[1]:.4g}", "reinstall the runtime")
         return
     kernels = "compiled kernels" if native else "the runtime's kernels"
     yield _Line(

@@ -89,23 +89,15 @@ def _sections(
     if maps is not None and all(image is not None for image in images):
         drawn = [(_heated(x, y), title, ()) for x, y, title in zip(images, maps, titles, strict=True)]
         return [html.section("Where it looked", html.pictures(drawn, _LONGEST))]
-    tokens = [
-        x for x in feeds.values() if x.dtype.kind in "iu" and x.ndim == 2 and x.shape == found.shape[:2]
-    ]
+    tokens = [x for x in feeds.values() if x.dtype.kind in "iu" and x.ndim == 2 and x.shape == found.shape[:2]]
     if tokens and words is not None:
         shares = _scaled(found if found.ndim == 2 else _reduced(found, 2, is_additive))
         masks = feeds.get("attention_mask", np.ones_like(tokens[0]))
         texts = [
-            [
-                (words.decode([int(token)]), float(x))
-                for token, x, is_text in zip(*row, strict=True)
-                if is_text
-            ]
+            [(words.decode([int(token)]), float(x)) for token, x, is_text in zip(*row, strict=True) if is_text]
             for row in zip(tokens[0], shares, masks, strict=True)
         ]
-        return [
-            html.section(title, html.marked_words(text)) for title, text in zip(titles, texts, strict=True)
-        ]
+        return [html.section(title, html.marked_words(text)) for title, text in zip(titles, texts, strict=True)]
     flat = found.reshape(len(found), -1)
     values = next((x.reshape(flat.shape) for x in feeds.values() if x.size == flat.size), None)
     named = [] if data.names is None else [*data.names]
@@ -113,9 +105,7 @@ def _sections(
     sections = []
     for i, (title, own) in enumerate(zip(titles, _scaled(flat), strict=True)):
         ranked = np.argsort(-abs(own), kind="stable")[:_MOST_BARS]
-        rows = [
-            (names[j], "" if values is None else readable(float(values[i, j])), float(own[j])) for j in ranked
-        ]
+        rows = [(names[j], "" if values is None else readable(float(values[i, j])), float(own[j])) for j in ranked]
         sections.append(html.section(title, html.bars(rows), half=True))
     return sections
 
@@ -125,9 +115,7 @@ def _maps(found: np.ndarray, is_additive: bool) -> np.ndarray | None:
     if found.ndim == 4:
         found = _reduced(found, 1 if found.shape[1] in (1, 3) else 3, is_additive)
     elif found.ndim == 2 and (side := math.isqrt(found.shape[1])) > 1 and found.shape[1] - side**2 <= 1:
-        found = found[:, -(side**2) :].reshape(
-            -1, side, side
-        )  # of tokens, of which the first may be no place
+        found = found[:, -(side**2) :].reshape(-1, side, side)  # of tokens, of which the first may be no place
     return _scaled(found) if found.ndim == 3 else None
 
 

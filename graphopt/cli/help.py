@@ -58,9 +58,7 @@ def help_page_of_tune() -> str:
     """Return the text of `graphopt tune --help`."""
     width = max(map(len, USAGE_OF_TUNE))
     lines = [f"  graphopt tune {words:{width}}  {meaning}" for words, meaning in USAGE_OF_TUNE.items()]
-    return "\n".join(
-        ["Train a model file on your data, with a recipe that graphopt proposes and prints.", "", *lines]
-    )
+    return "\n".join(["Train a model file on your data, with a recipe that graphopt proposes and prints.", "", *lines])
 
 
 def described(target: Any) -> dict[str, str]:

@@ -97,12 +97,8 @@ def print_matrix(console: Console, title: str, names: Sequence[str], counts: Seq
     rows = [[name, *map(str, row)] for name, row in zip(names, counts, strict=True)]
     if _print_whole(console, ["target \\ predicted", *names], rows, title):
         return
-    cells = [
-        (x, names[i], names[j]) for i, row in enumerate(counts) for j, x in enumerate(row) if i != j and x
-    ]
-    confused = [
-        [target, predicted, f"{x:,}"] for x, target, predicted in sorted(cells, key=lambda cell: -cell[0])
-    ]
+    cells = [(x, names[i], names[j]) for i, row in enumerate(counts) for j, x in enumerate(row) if i != j and x]
+    confused = [[target, predicted, f"{x:,}"] for x, target, predicted in sorted(cells, key=lambda cell: -cell[0])]
     right = sum(row[i] for i, row in enumerate(counts))
     print_line(console, f"{title}: {right:,} of {sum(map(sum, counts)):,} are right", style="bold")
     if confused:

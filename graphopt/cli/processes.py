@@ -43,9 +43,7 @@ def installed_first() -> Iterator[None]:
 def check_processes(hydra: DictConfig) -> None:
     """Raise an error if processes of a sweep would search a working directory that has Python modules."""
     launcher = str(OmegaConf.select(hydra, "launcher._target_"))
-    if launcher.endswith(IN_THIS_PROCESS) or (
-        sys.version_info >= (3, 11) and not launcher.startswith(SEARCHES_HERE)
-    ):
+    if launcher.endswith(IN_THIS_PROCESS) or (sys.version_info >= (3, 11) and not launcher.startswith(SEARCHES_HERE)):
         return
     endings = tuple(all_suffixes())
     for entry in sorted(Path.cwd().iterdir()):

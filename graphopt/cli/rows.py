@@ -55,9 +55,7 @@ def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]
             f"calibrate: expected a run that held rows out, found one that trained on all {len(data):,}: name other "
             "data, or rows=all"
         )
-    if held_out is not None and (
-        wanted == "held_out" or (wanted is None and run in ("calibrate", "evaluate"))
-    ):
+    if held_out is not None and (wanted == "held_out" or (wanted is None and run in ("calibrate", "evaluate"))):
         return held_out, f"{elsewhere or source}{len(held_out):,} rows held out by the run"
     if wanted == "trained":
         return trained, f"{source}{len(trained):,} rows that the run trained on"

@@ -141,9 +141,7 @@ def final_record(noted: Mapping[str, object], records: Sequence[Record]) -> Reco
         named = [record for record in records if record.get("epoch") == noted["epoch"]]
     else:  # of graphopt 0.1 before its release
         value = noted.get("value")
-        named = [
-            x for x in records if value is not None and value in (x.get("validation_loss"), x.get("loss"))
-        ]
+        named = [x for x in records if value is not None and value in (x.get("validation_loss"), x.get("loss"))]
     return next(iter(named or records[-1:]), {})
 
 
@@ -182,9 +180,7 @@ class Before:
         entries = self._folder.iterdir() if self._folder.is_dir() else ()
         new = [entry for entry in entries if entry.name not in self._names]
         files = [path for entry in new for path in (entry, *entry.rglob("*")) if not path.is_dir()]
-        if all(file.name in (LOCK, LOG, "multirun.yaml") for file in files) and not _is_locked(
-            self._folder / LOCK
-        ):
+        if all(file.name in (LOCK, LOG, "multirun.yaml") for file in files) and not _is_locked(self._folder / LOCK):
             for handler in logging.getLogger().handlers:
                 if isinstance(handler, logging.FileHandler):
                     handler.close()
@@ -212,9 +208,7 @@ def locked(folder: Path, is_new: bool) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK, timeout=0).acquire()
     except Timeout as error:
-        raise GraphoptError(
-            f"{folder}: expected a folder of its own, found a run that is in progress there"
-        ) from error
+        raise GraphoptError(f"{folder}: expected a folder of its own, found a run that is in progress there") from error
     except OSError as error:
         raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
     with lock:

@@ -236,9 +236,7 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
         what = f"the run has its {counted(run.epochs, 'epoch')}; a larger fit.epochs continues it"
         say(console, "complete", f"nothing to train: {what}")
     elif last["step"]:
-        say(
-            console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}"
-        )
+        say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
     if final["epoch"] != last["epoch"]:
         say(console, "restored", f"the weights of epoch {final['epoch']}")
     if held_out := {name: final[name] for name in dropwhile("validation_loss".__ne__, final)}:

@@ -88,9 +88,7 @@ class Trained:
             elif any((folder / CHECKPOINTS).glob("step-*")):
                 remedy = f" with checkpoints alone: take the newest, resume={folder}"
             elif runs := sorted(folder.glob(f"*/{model.name}")):
-                remedy = (
-                    f", which holds runs: name one of them, such as {recipe.fields['run']} {runs[0].parent}"
-                )
+                remedy = f", which holds runs: name one of them, such as {recipe.fields['run']} {runs[0].parent}"
             else:
                 remedy = f" without: train first, with graphopt folder={folder}"
             raise GraphoptError(f"{recipe.fields['run']}: expected {expected}, found {found}{remedy}")
@@ -128,9 +126,7 @@ class Trained:
         if not (self.folder / CONFIG).exists():
             self.recipe.write_record(self.folder)
 
-    def classes(
-        self, outputs: Mapping[str, np.ndarray], labels: Sequence[str] | None
-    ) -> dict[str, np.ndarray]:
+    def classes(self, outputs: Mapping[str, np.ndarray], labels: Sequence[str] | None) -> dict[str, np.ndarray]:
         """Return the labels and the probabilities of rows, as the loss of the run's training graph knows them."""
         spec = None if self.step is None else classification_of(self.recipe.model(self.step))
         known = spec is not None and spec.output in outputs
@@ -182,9 +178,7 @@ def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
         kept = [name_of(x) for x in executor.model.graph.inputs if role_of(x) in roles or x.name in averaged]
         save_state({name: executor.state[name] for name in kept}, folder / STATE_FILE, {})
     if notes:
-        values = {
-            name: x for name, x in executor.parameters.items() if any(name in note.values for note in notes)
-        }
+        values = {name: x for name, x in executor.parameters.items() if any(name in note.values for note in notes)}
         save_state(values, folder / state, {})
         with (
             warnings.catch_warnings(),
@@ -246,9 +240,7 @@ def write_predictions(trained: Trained, console: Console) -> Path:
     labels = recipe.data.labels or labels_in(model)
     if LABEL not in outputs:
         outputs |= {name: x for name, x in trained.classes(outputs, labels).items() if name not in outputs}
-    classified = {
-        name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
-    }
+    classified = {name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)}
     if len(classified) == 1 and LABEL not in outputs:
         ((name, known),) = classified.items()
         outputs[LABEL] = np.array(known)[outputs[name].argmax(axis=1)]

@@ -73,9 +73,7 @@ def with_folders(words: Sequence[str]) -> list[str]:
     """
 
     def is_run(before: str, word: str) -> bool:
-        return (
-            before in _OF_RUNS and "=" not in word and os.path.isdir(word) and not is_model_folder(Path(word))
-        )
+        return before in _OF_RUNS and "=" not in word and os.path.isdir(word) and not is_model_folder(Path(word))
 
     if words[:1] == ["predict"] and len(words) > 2 and is_run(*words[:2]) and _is_path(words[2]):
         path = f"data.path={QuotedString(words[2], Quote.single).with_quotes()}"
@@ -118,9 +116,7 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             split = ""
         if split.startswith(PROMPT) or (is_bare(word) and before.startswith(PROMPT)):
             text = " ".join([before.removeprefix(PROMPT), *words[i:]]).strip()
-            raise GraphoptError(
-                f'{before}: expected one text, found spaces in it: quote it, as in {PROMPT}"{text}"'
-            )
+            raise GraphoptError(f'{before}: expected one text, found spaces in it: quote it, as in {PROMPT}"{text}"')
         if is_bare(word) and before in _OF_RUNS and not os.path.exists(word) and not _stands_for(word):
             raise GraphoptError(f"{word}: expected the folder of a run or FIELD=VALUE, found no such folder")
         if "://" in word and "=" not in word:

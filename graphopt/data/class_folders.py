@@ -25,9 +25,7 @@ def files_and_labels(
     if root.is_file() and not is_labelled:
         return [root], np.zeros(0, np.int64), ()
     if not root.is_dir():
-        raise GraphoptError(
-            f"{root}: expected a folder of {what}, found {'a file' if root.exists() else 'none'}"
-        )
+        raise GraphoptError(f"{root}: expected a folder of {what}, found {'a file' if root.exists() else 'none'}")
     if not is_labelled:
         return _files(root, what), np.zeros(0, np.int64), ()
     folders = [root / name for name in _shown(next(os.walk(root, onerror=_cannot_read))[1])]
@@ -38,9 +36,7 @@ def files_and_labels(
         )
     names = tuple(folder.name for folder in folders) if labels is None else tuple(map(str, labels))
     if len(names) < 2:
-        raise GraphoptError(
-            f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
-        )
+        raise GraphoptError(f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}")
     if labels is None and (parts := parts_of_split(names)):
         raise GraphoptError(
             f"{root}: expected a folder for each class, found the parts of a split, {', '.join(map(repr, names))}: set "
@@ -97,8 +93,7 @@ def without_others(
     if others := [str(file) for file, size in zip(files, sizes, strict=True) if size is None]:
         if not there or (len(classes) and len(set(classes[there])) < len(set(classes))):
             raise GraphoptError(
-                f"{root}: expected {what} in each folder, found only {some(others)}: add {what}, or remove the "
-                "folder"
+                f"{root}: expected {what} in each folder, found only {some(others)}: add {what}, or remove the folder"
             )
         warnings.warn(f"{root}: skipped files that are not {what}: {some(others)}", stacklevel=4)
     return (

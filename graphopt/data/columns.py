@@ -283,9 +283,7 @@ class Number(Column):
     def _filled(values: np.ndarray, fill: float | None) -> np.ndarray:
         missing = np.isnan(values)
         if fill is None and missing.any():
-            raise GraphoptError(
-                f"row {np.argmax(missing)}: expected a number, found none: fill it in with impute"
-            )
+            raise GraphoptError(f"row {np.argmax(missing)}: expected a number, found none: fill it in with impute")
         return values if fill is None else np.where(missing, fill, values)
 
 
@@ -313,9 +311,7 @@ class Category(Column):
     encode_as: Literal["one_hot", "ordinal"] = _option(
         "one_hot", "one_hot or ordinal", lambda x: x in ("one_hot", "ordinal")
     )
-    impute: str | None = _option(
-        None, "most_frequent, a text or null", lambda x: isinstance(x, str | None) and x != ""
-    )
+    impute: str | None = _option(None, "most_frequent, a text or null", lambda x: isinstance(x, str | None) and x != "")
     categories: Sequence[str] | None = _option(None, *_DIFFERENT)
     most: int = _option(
         1_000,
@@ -410,9 +406,7 @@ class Date(Column):
         f"a list of {', '.join(_PARTS)}",
         lambda x: _is_list(x) and all(part in _PARTS for part in x) and 0 < len(x) == len({*x}),
     )
-    format: str | None = _option(
-        None, "a text such as %d.%m.%Y, or null", lambda x: isinstance(x, str | None)
-    )
+    format: str | None = _option(None, "a text such as %d.%m.%Y, or null", lambda x: isinstance(x, str | None))
     fill: float = _learnt(0.0, "a number of days", lambda x: _is_finite_number(x) and _FIRST <= x <= _LAST)
     offsets: tuple[float, ...] = _learnt((), *_EACH_PART)
     divisors: tuple[float, ...] = _learnt((), *_EACH_PART)
@@ -429,9 +423,7 @@ class Date(Column):
 
     def read(self, values: np.ndarray) -> np.ndarray:
         if values.dtype.kind != "M":
-            expected = (
-                "a date such as 2026-11-26" if self.format is None else f"a date in the form {self.format!r}"
-            )
+            expected = "a date such as 2026-11-26" if self.format is None else f"a date in the form {self.format!r}"
             return _parsed_cells(values, self.day, expected)
         days = values.astype("datetime64[D]")
         numbers = np.where(np.isnat(days), np.nan, days.astype(np.int64))

@@ -77,9 +77,7 @@ class SparseRows(LazyArray):
         dtype: the type of the rows; by default, that of the array.
     """
 
-    def __init__(
-        self, array: Any, row: Sequence[int] | None = None, dtype: npt.DTypeLike | None = None
-    ) -> None:
+    def __init__(self, array: Any, row: Sequence[int] | None = None, dtype: npt.DTypeLike | None = None) -> None:
         self._rows = array.tocsr()
         super().__init__((array.shape[0], *(array.shape[1:] if row is None else row)), dtype or array.dtype)
 

@@ -156,14 +156,10 @@ def csv_columns(
     """
     delimiter = "\t" if delimiter == r"\t" else delimiter
     if len(delimiter) != 1 or delimiter in '\r\n"\0':
-        raise GraphoptError(
-            f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
-        )
+        raise GraphoptError(f"data.delimiter: expected one character that separates columns, found {delimiter!r}")
     ending = Path(path).suffix.lower()
     if (kind := _SPREADSHEETS.get(ending)) is not None and Path(path).is_file():
-        raise GraphoptError(
-            f"{path}: expected a text file of columns, found {kind} ({ending}): {_SAVED_AS_CSV}"
-        )
+        raise GraphoptError(f"{path}: expected a text file of columns, found {kind} ({ending}): {_SAVED_AS_CSV}")
     with (
         reading(path, "a text file of columns in UTF-8", csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
@@ -206,9 +202,7 @@ def imported(what: str, module: str, package: str = "", *, extra: str = "") -> M
         return importlib.import_module(module)
     except ImportError as error:
         install = f"'graphopt[{extra}]'" if extra else package.lower()
-        raise GraphoptError(
-            f"{what}: expected the package {package}, found none: pip install {install}"
-        ) from error
+        raise GraphoptError(f"{what}: expected the package {package}, found none: pip install {install}") from error
 
 
 @contextlib.contextmanager
@@ -229,9 +223,7 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         problem = "more than fits into memory" if isinstance(error, MemoryError) else line(error)
         if isinstance(error, UnicodeDecodeError):
             problem = f"{problem}: save it as UTF-8"
-        raise GraphoptError(
-            f"{path}: expected {expected}{_other_format(path, expected) or f': {problem}'}"
-        ) from error
+        raise GraphoptError(f"{path}: expected {expected}{_other_format(path, expected) or f': {problem}'}") from error
 
 
 def _other_format(path: str | Path, expected: str) -> str:

@@ -97,9 +97,7 @@ def features_of(data: object, inputs: Mapping[str, ir.Value] | None = None) -> D
     dataset = _of_features(data, inputs) if is_alone else as_dataset(data, inputs)
     arrays = dataset.inputs()
     if not arrays:
-        raise GraphoptError(
-            f"data: expected arrays for the model's inputs, found {', '.join(dataset.arrays)} alone"
-        )
+        raise GraphoptError(f"data: expected arrays for the model's inputs, found {', '.join(dataset.arrays)} alone")
     return replace(dataset, arrays=arrays)
 
 
@@ -155,9 +153,7 @@ def _as_array(name: str, data: object) -> Array:
     try:
         return np.asarray(data)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise GraphoptError(
-            f"data: {name}: expected an array, found {kind_of(data)}: {line(error)}"
-        ) from error
+        raise GraphoptError(f"data: {name}: expected an array, found {kind_of(data)}: {line(error)}") from error
 
 
 def _numeric(name: str, data: object) -> Array:
@@ -261,6 +257,4 @@ class _HubColumn(LazyArray):
         try:
             return np.stack([*map(np.asarray, column)]) if isinstance(column, list) else np.asarray(column)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise GraphoptError(
-                f"data {self._name!r}: expected arrays of one shape: {line(error)}"
-            ) from error
+            raise GraphoptError(f"data {self._name!r}: expected arrays of one shape: {line(error)}") from error

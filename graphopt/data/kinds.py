@@ -87,9 +87,7 @@ def inferred(values: np.ndarray, name: str) -> Column:
         raise Unread(f"expected {plain}, found {texts[0]!r}", ways)
     if 2 * len(numbers) > len(texts) > _FEW_VALUES and not are_codes:
         odd = next(text for text in texts if text not in numbers)
-        raise GraphoptError(
-            f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it"
-        )
+        raise GraphoptError(f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it")
     if are_many:
         raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
     return column

@@ -73,9 +73,7 @@ class Batches:
         for column in self._columns:
             array = column.array
             checksum.update(f"{column.name} {array.dtype} {array.shape}".encode())
-            rows = np.linspace(
-                0, len(array) - 1, min(len(array), HASHED_BYTES * len(array) // (array.nbytes + 1) + 1)
-            )
+            rows = np.linspace(0, len(array) - 1, min(len(array), HASHED_BYTES * len(array) // (array.nbytes + 1) + 1))
             read = array[rows.astype(np.int64)]
             read = read.astype(str) if read.dtype == object else read
             checksum.update(np.ascontiguousarray(read).tobytes())
@@ -145,9 +143,7 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         if data.features in arrays and len(features) > 1:
             names = ", ".join(f"{name!r}: ..." for name in features)
             extra = f"{extra}: as X, write {{{names}}}"
-        raise GraphoptError(
-            f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays"
-        )
+        raise GraphoptError(f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays")
     return [(value, arrays[name]) for name, value in inputs.items()]
 
 
@@ -189,9 +185,7 @@ class _Column:
         Rows of a lazy array may also have another type or shape than its first one.
         """
         if (part.dtype, part.shape[1:]) != (self.array.dtype, self.array.shape[1:]):
-            found, expected = (
-                f"{x.dtype} rows of shape {_shape_text(x.shape[1:])}" for x in (part, self.array)
-            )
+            found, expected = (f"{x.dtype} rows of shape {_shape_text(x.shape[1:])}" for x in (part, self.array))
             raise GraphoptError(f"data {self.name!r}: expected {expected} as the first, found {found}")
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
@@ -253,9 +247,7 @@ class _Column:
             return found
         for candidate in (found, (*found, 1), found[:-1] if found[-1:] == (1,) else found):
             dims = zip(list(shape)[1:], candidate, strict=False)
-            if len(candidate) == len(shape) - 1 and all(
-                not isinstance(dim, int) or dim == size for dim, size in dims
-            ):
+            if len(candidate) == len(shape) - 1 and all(not isinstance(dim, int) or dim == size for dim, size in dims):
                 return candidate
         static = [dim for dim in list(shape)[1:] if isinstance(dim, int)]
         is_class = self._is_target and self.array.dtype.kind in "iu" and found in ((), (1,))
@@ -302,9 +294,7 @@ def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0)
     if not isinstance(rows, int | np.integer):
         raise GraphoptError(f"hold_out: expected the number of rows, found {kind_of(rows)}: give len(X)")
     if not 0 <= share < 1:
-        raise GraphoptError(
-            f"validation: expected a share of the rows, at least 0 and less than 1, found {share}"
-        )
+        raise GraphoptError(f"validation: expected a share of the rows, at least 0 and less than 1, found {share}")
     count = math.ceil(rows * share)
     if count >= rows:
         raise GraphoptError(
@@ -367,9 +357,7 @@ class TrainingRows:
             found = compute(batches.take(np.resize(part, fixed or len(part))))
             if fixed in (None, len(part)):
                 yield found
-            elif all(
-                np.ndim(y) and len(y) == fixed for y in found.values()
-            ):  # rows that fill it up are cut off
+            elif all(np.ndim(y) and len(y) == fixed for y in found.values()):  # rows that fill it up are cut off
                 yield {name: y[: len(part)] for name, y in found.items()}
 
 

@@ -18,9 +18,7 @@ from graphopt.files import ReadName
 
 
 @checked()
-def replay(
-    path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float = 0.5, seed: int = 0
-) -> Dataset:
+def replay(path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float = 0.5, seed: int = 0) -> Dataset:
     """Return new rows, and beside them rows of earlier data that are drawn (Robins 1995, "rehearsal").
 
     Args:

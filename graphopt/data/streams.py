@@ -159,9 +159,7 @@ class Stream:
     def _checked(self, item: object, where: str) -> Drawn:
         """Return a batch in the graph's types, or raise an error that says which one does not fit."""
         with naming(where):
-            if (
-                isinstance(item, tuple | list) and len(item) == len(self._inputs) == 2
-            ):  # (X, y), as of a DataLoader
+            if isinstance(item, tuple | list) and len(item) == len(self._inputs) == 2:  # (X, y), as of a DataLoader
                 item = dict(zip(sorted(self._inputs, key=self._is_target), item, strict=True))
             if not isinstance(item, Mapping):
                 names = ", ".join(f"{name!r}: ..." for name in self._inputs)

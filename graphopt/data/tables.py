@@ -150,9 +150,7 @@ class Columns(Checked):
         """
         return {name: x[:, None].astype(column.dtype.numpy()) for name, column, x in self._read(table)}
 
-    def before(
-        self, model: Source, labels: Sequence[str] | None = None, threshold: float | None = None
-    ) -> ir.Model:
+    def before(self, model: Source, labels: Sequence[str] | None = None, threshold: float | None = None) -> ir.Model:
         """Return a model that takes the columns in place of features, each as an input [rows, 1].
 
         Numbers are float32, with NaN for a missing one; categories are strings, empty if missing; dates are the number
@@ -199,9 +197,7 @@ class Columns(Checked):
         """Return a model that takes features again, as before `before`; another model is returned as it is."""
         loaded = model if isinstance(model, ir.Model) else load(model)
         note = _Encoded.read(loaded)
-        return (
-            loaded if note is None or note.features is None else _with_features_as_input(load(loaded), note)
-        )
+        return loaded if note is None or note.features is None else _with_features_as_input(load(loaded), note)
 
     def noted(self, model: ir.Model) -> ir.Model:
         """Write the columns into the metadata of a model or a training graph of features, and return it."""
@@ -209,9 +205,7 @@ class Columns(Checked):
 
     def text(self) -> str:
         """Return the names of the features, and the columns with the fields that they have learnt, as JSON."""
-        return json.dumps(
-            {"features": self.names, "columns": self._as_fields()}, indent=1, ensure_ascii=False
-        )
+        return json.dumps({"features": self.names, "columns": self._as_fields()}, indent=1, ensure_ascii=False)
 
     def summary(self) -> str:
         """Return the encoding of each column, in one line."""
@@ -318,12 +312,9 @@ def check_description(description: object) -> dict[str, object]:
         return {**description.columns}
     wanted = {_OTHERS: AUTO} if isinstance(description, str) and description == AUTO else description
     if not isinstance(wanted, Mapping) or not wanted:
-        raise GraphoptError(
-            f"columns: expected auto, or kinds by the names of columns, found {description!r}"
-        )
+        raise GraphoptError(f"columns: expected auto, or kinds by the names of columns, found {description!r}")
     return {
-        str(name): x if x is None or str(x) == AUTO else _of_column(name, column_of, x)
-        for name, x in wanted.items()
+        str(name): x if x is None or str(x) == AUTO else _of_column(name, column_of, x) for name, x in wanted.items()
     }
 
 
@@ -391,16 +382,12 @@ def _prepended(
     graph, name = model.graph, name_of(x)
     rows = x.shape[0] if x.shape is not None else None
     inputs = [
-        ir.Value(
-            name=name, type=ir.TensorType(column.dtype), shape=ir.Shape([rows, 1]), doc_string=column.note
-        )
+        ir.Value(name=name, type=ir.TensorType(column.dtype), shape=ir.Shape([rows, 1]), doc_string=column.note)
         for name, column in columns.columns.items()
     ]
     model.opset_imports[MACHINE_LEARNING] = max(2, model.opset_imports.get(MACHINE_LEARNING, 2))
     with Emitter(model) as op:
-        parts = [
-            column.emit(op, value) for column, value in zip(columns.columns.values(), inputs, strict=True)
-        ]
+        parts = [column.emit(op, value) for column, value in zip(columns.columns.values(), inputs, strict=True)]
         features = op.Cast(op.Concat(*parts, axis=1), to=x.dtype)
         classes = _classified(op, model, labels, threshold)
     swap(x, features)

@@ -129,14 +129,10 @@ def _check_known(
                 f"{path}: column {name!r}: expected a feature, found the column to predict: leave it out of columns"
             )
         if name not in known and isinstance(column, Column) and column.rows:
-            raise GraphoptError(
-                f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}"
-            )
+            raise GraphoptError(f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}")
         if name not in known:
             target, none = option(path, "target", "NAME"), option(path, "target", "null")
-            mend = (
-                f": name the column to predict, {target}, or leave it out, {none}" if name in targets else ""
-            )
+            mend = f": name the column to predict, {target}, or leave it out, {none}" if name in targets else ""
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
 
@@ -153,9 +149,7 @@ def _stack(path: str, columns: Mapping[str, _Cells], names: Sequence[str]) -> np
     if len(arrays) == 1 and arrays[0].ndim > 1:
         return arrays[0]
     if any(array.ndim > 2 for array in arrays):
-        shapes = ", ".join(
-            f"{name!r} {list(array.shape[1:])}" for name, array in zip(names, arrays, strict=True)
-        )
+        shapes = ", ".join(f"{name!r} {list(array.shape[1:])}" for name, array in zip(names, arrays, strict=True))
         raise GraphoptError(
             f"{path}: expected columns of cells or lists to join, found {shapes}: name one column per input in "
             "data.features"

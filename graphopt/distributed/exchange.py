@@ -112,8 +112,7 @@ class Exchange:
         share = buffer(device, np.array(self._share, np.float32))
         self.fixed: dict[str, Tensor] = {FIRST_ROW: self._first_row, SHARE: share}
         self._sums = [
-            (role, self._buffers([y for y in outputs if role_of(y) is role]))
-            for role in (Role.GRADIENT, Role.SAVED)
+            (role, self._buffers([y for y in outputs if role_of(y) is role])) for role in (Role.GRADIENT, Role.SAVED)
         ]
 
     def update(self, apply: ir.Model) -> ir.Model:
@@ -217,9 +216,7 @@ def part_of_update(apply: ir.Model, summed: Collection[str], rank: int, workers:
     ranks = _ranks(part, workers)
     with Emitter(part) as op:
         for x in [x for x in part.graph.inputs if x.name in summed]:
-            each = [
-                ir.Value(name=of_worker(x, other), type=x.type, shape=x.shape) for other in range(workers)
-            ]
+            each = [ir.Value(name=of_worker(x, other), type=x.type, shape=x.shape) for other in range(workers)]
             part.graph.inputs.remove(x)
             part.graph.inputs.extend(set_role(own, Role.SAVED) for own in each)
             uses, total = list(x.uses()), op.Sum(*each)
@@ -246,8 +243,7 @@ def _ranks(apply: ir.Model, workers: int) -> dict[str, int]:
     loads = [0] * workers
     ranks: dict[str, int] = {}
     sizes = {
-        name: sum(math.prod(y.shape.numpy()) for y in group if y.shape is not None)
-        for name, group in groups.items()
+        name: sum(math.prod(y.shape.numpy()) for y in group if y.shape is not None) for name, group in groups.items()
     }
     for name in sorted(groups, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))

@@ -94,9 +94,7 @@ class FlowerClient:
     >>> app = client_app(lambda context: client)
     """
 
-    def __init__(
-        self, executor: Executor, data: Data, validation: Data | None = None, **options: Any
-    ) -> None:
+    def __init__(self, executor: Executor, data: Data, validation: Data | None = None, **options: Any) -> None:
         self._executor, self._data, self._validation = executor, as_dataset(data, executor.inputs), validation
         self._options = {"epochs": 1, **options, "validation": None}
         self._initial = self._own()

@@ -38,9 +38,7 @@ OPEN_MPI_5 = re.compile(r"Open MPI\) ([5-9]|\d\d)\.")  # and later: they tolerat
 WORKERS_END = getattr(signal, "SIGUSR1", signal.SIGTERM)
 # The command, which searches the same folders for modules as this process. `python -m` would search the working
 # directory first, where files of someone else may lie.
-COMMAND = (
-    "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_module('graphopt', None, '__main__', True)"
-)
+COMMAND = "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_module('graphopt', None, '__main__', True)"
 RunCommand = Callable[[Sequence[str]], int]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -66,17 +64,13 @@ class Launcher:
     def __post_init__(self) -> None:
         check_intervals(self)
         if self.statistics not in ("synchronized", "local"):
-            raise GraphoptError(
-                f"launcher.statistics: expected 'synchronized' or 'local', found {self.statistics!r}"
-            )
+            raise GraphoptError(f"launcher.statistics: expected 'synchronized' or 'local', found {self.statistics!r}")
         if self.outer is not None and not hasattr(self.outer, "slots"):
             raise GraphoptError(
                 f"launcher.outer: expected an optimizer such as {{_target_: passes.SGD}}, found {self.outer!r}"
             )
         if self.outer is not None and self.sync_every is None:
-            raise GraphoptError(
-                "launcher.outer: expected sync_every with it, found none: set launcher.sync_every"
-            )
+            raise GraphoptError("launcher.outer: expected sync_every with it, found none: set launcher.sync_every")
 
     def starts(self) -> bool:
         """Return whether `start` is to start the workers; otherwise this process is one of them."""

@@ -137,9 +137,7 @@ class _Rounds(Rounds):
     def is_synchronized(self) -> bool:
         return self._done == 0
 
-    def step(
-        self, feeds: Mapping[str, Tensor], train: Callable[[Mapping[str, Tensor]], Reported]
-    ) -> Reported:
+    def step(self, feeds: Mapping[str, Tensor], train: Callable[[Mapping[str, Tensor]], Reported]) -> Reported:
         """Train, and synchronize the workers if this step is the last one of the round.
 
         Raises:

@@ -71,21 +71,15 @@ def export(
     try:
         import torch as torch
     except ImportError as error:
-        raise GraphoptError(
-            "export needs PyTorch, which is not installed: pip install 'graphopt[torch]'"
-        ) from error
+        raise GraphoptError("export needs PyTorch, which is not installed: pip install 'graphopt[torch]'") from error
     from graphopt.exporting.exporters import exported
 
     if not isinstance(module, torch.nn.Module):
-        made = ": graphopt.compile takes an ONNX model as it is" * isinstance(
-            module, str | os.PathLike | ir.Model
-        )
+        made = ": graphopt.compile takes an ONNX model as it is" * isinstance(module, str | os.PathLike | ir.Model)
         raise GraphoptError(f"export: expected a torch.nn.Module, found {kind_of(module)}{made}")
     if exporter not in ("dynamo", "torchscript"):
         raise GraphoptError(f"exporter: expected 'dynamo' or 'torchscript', found {exporter!r}")
-    model = exported(
-        module, example, exporter, dynamic_shapes, input_names, output_names, opset_version, verify
-    )
+    model = exported(module, example, exporter, dynamic_shapes, input_names, output_names, opset_version, verify)
     if path is not None:
         save(model, path)
     return model

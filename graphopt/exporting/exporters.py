@@ -178,9 +178,7 @@ def _dynamo(call: _Call) -> ir.Model:
     given = {id(x): dict(call.shapes.get(name, {})) for name, x in call.leaves.items()}
     args, kwargs = call.example
     bound = inspect.signature(call.module.forward).bind(*args, **kwargs).arguments
-    sized = {
-        name: pytree.tree_map(lambda x: given.get(id(x)) or None, value) for name, value in bound.items()
-    }
+    sized = {name: pytree.tree_map(lambda x: given.get(id(x)) or None, value) for name, value in bound.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -196,9 +194,7 @@ def _dynamo(call: _Call) -> ir.Model:
             opset_version=call.opset,
         )
     if program is None or program.exported_program is None:
-        raise GraphoptError(
-            "export: expected a program of torch.export, found none: try exporter='torchscript'"
-        )
+        raise GraphoptError("export: expected a program of torch.export, found none: try exporter='torchscript'")
     signature = program.exported_program.graph_signature
     if changed := [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]:
         raise tracing.changing(changed)
@@ -213,12 +209,8 @@ def _dynamo(call: _Call) -> ir.Model:
     stops = [node for node, call in calls.items() if _DETACH in call and node.op_type == "Identity"]
     for node in stops:
         STOP_GRADIENT.set(node)
-    graphs = [
-        x for x in program.exported_program.graph_module.modules() if isinstance(x, torch.fx.GraphModule)
-    ]
-    wanted = {
-        x.name for graph in graphs for x in graph.graph.nodes if "aten.detach" in str(x.target) and x.users
-    }
+    graphs = [x for x in program.exported_program.graph_module.modules() if isinstance(x, torch.fx.GraphModule)]
+    wanted = {x.name for graph in graphs for x in graph.graph.nodes if "aten.detach" in str(x.target) and x.users}
     marked = {calls[node].partition(" ")[0].lstrip("%") for node in stops}
     if lost := wanted - marked:
         raise tracing.refuse(f"{sorted(lost)[0]}, which PyTorch's exporter drops", "export by torchscript")
@@ -229,11 +221,7 @@ def _torchscript(call: _Call) -> ir.Model:
     """Export by the older exporter, with operators for `detach` and embeddings, which become standard ones."""
     args, kwargs = call.example
     names = list(call.inputs or call.leaves)
-    axes = {
-        own: dict(call.shapes[name])
-        for own, name in zip(names, call.leaves, strict=False)
-        if name in call.shapes
-    }
+    axes = {own: dict(call.shapes[name]) for own, name in zip(names, call.leaves, strict=False) if name in call.shapes}
     opset = call.opset or _OPSET
     symbols: dict[str, Callable[..., Any]] = {
         "aten::detach": _stop,
@@ -268,9 +256,7 @@ def _torchscript(call: _Call) -> ir.Model:
         if node.domain != _OWN:
             continue
         node.domain = ""
-        node.outputs[
-            0
-        ].shape = None  # for what it does not know, the exporter writes the sizes of the example
+        node.outputs[0].shape = None  # for what it does not know, the exporter writes the sizes of the example
         if node.op_type == "Identity":
             STOP_GRADIENT.set(node)
         else:
@@ -328,9 +314,7 @@ def _write_notes(model: ir.Model, module: nn.Module, exporter: str, example: Exa
         if not names and kind is not Kind.BUFFER:
             gone += paths[:1]
     if gone and (lost := tracing.trained_paths(module, gone, example)):
-        raise tracing.refuse(
-            f"parameters {some(lost)}, which PyTorch's exporter leaves out", "try the other exporter"
-        )
+        raise tracing.refuse(f"parameters {some(lost)}, which PyTorch's exporter leaves out", "try the other exporter")
     Exported(exporter, noted).write(model)
     switched = tracing.in_training(module)
     for node in all_nodes(model.graph):
@@ -374,14 +358,10 @@ def _verify(model: ir.Model, module: nn.Module, example: Example, shapes: _Shape
                 f"export: expected a file that runs on {size}, found {line(error)[:300]}: {_instead(size)}"
             ) from error
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
-            wanted = (
-                theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
-            )
+            wanted = theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
             if ours.shape != wanted.shape:
                 raise _other(name, size, f"shape {list(ours.shape)} in place of {list(wanted.shape)}")
-            if ours.size and not np.allclose(
-                ours, wanted, _TOLERANCE, _TOLERANCE * np.abs(wanted).max(), True
-            ):
+            if ours.size and not np.allclose(ours, wanted, _TOLERANCE, _TOLERANCE * np.abs(wanted).max(), True):
                 raise _other(name, size, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
 
 

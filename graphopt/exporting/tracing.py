@@ -57,12 +57,8 @@ class _Stops(TorchFunctionMode):
             raise refuse("a gradient's hook", "remove it, or write the change of the gradient as a function")
         if func is nn.functional.embedding:
             _check_embedding(*args, **kwargs)
-        if func in _DROPOUTS and inspect.signature(func).bind(*args, **kwargs).arguments.get(
-            "training", True
-        ):
-            raise refuse(
-                f"{func.__name__} in training", "call eval() of the module that calls it, or use Dropout"
-            )
+        if func in _DROPOUTS and inspect.signature(func).bind(*args, **kwargs).arguments.get("training", True):
+            raise refuse(f"{func.__name__} in training", "call eval() of the module that calls it, or use Dropout")
         name = getattr(func, "__name__", "")
         if not torch.is_grad_enabled():
             if name.endswith("_") and not name.startswith("__") and _requires_grad(args[:1]):
@@ -267,9 +263,7 @@ def trained_paths(module: nn.Module, paths: Sequence[str], example: Example) -> 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     asked = [path for path in paths if parameters[path].requires_grad]
     outputs = pytree.tree_leaves(predicted(module, example))
-    ends = [
-        y.sum() for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad and not y.is_complex()
-    ]
+    ends = [y.sum() for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad and not y.is_complex()]
     if not ends or not asked:
         return []
     gradients = torch.autograd.grad(ends, [parameters[path] for path in asked], allow_unused=True)

@@ -66,9 +66,7 @@ def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None 
             raise GraphoptError(
                 f"adapter={str(adapter)!r}: expected a model's file beside it, found an executor: leave it out"
             )
-        return _Whole(
-            DecoderInputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict
-        )
+        return _Whole(DecoderInputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict)
     has_slots = any(x.is_initializer() for x in model.graph.inputs)
     if adapter is not None and (adapter.is_dir() or not has_slots):
         model, adapter = _with_adapter(model, adapter), None
@@ -123,9 +121,7 @@ def _with_adapter(model: ir.Model, adapter: Path) -> ir.Model:
 
 
 def _missing_adapter(path: Path) -> GraphoptError:
-    return GraphoptError(
-        f"{path}: expected an adapter, a file such as a.onnx_adapter or a folder of peft, found none"
-    )
+    return GraphoptError(f"{path}: expected an adapter, a file such as a.onnx_adapter or a folder of peft, found none")
 
 
 def _adapter(device: Device, path: Path) -> object:
@@ -150,9 +146,7 @@ class DecoderInputs:
     def __init__(self, values: Iterable[ir.Value]) -> None:
         self._values = {name_of(x): x for x in values}
         self.ids = self._ids()
-        self.batch, self.length = (
-            dim if isinstance(dim, int) else None for dim in dims_of(self._values[self.ids])
-        )
+        self.batch, self.length = (dim if isinstance(dim, int) else None for dim in dims_of(self._values[self.ids]))
         for name, x in self._values.items():
             if name not in (self.ids, *_KNOWN):
                 raise GraphoptError(
@@ -232,9 +226,7 @@ class _Whole(Decoder):
 class _Cached(Decoder):
     """Compute the logits of new tokens by the keys and values of those before."""
 
-    def __init__(
-        self, inputs: DecoderInputs, run: _Run, logits: str, caches: Sequence[tuple[ir.Value, str]]
-    ) -> None:
+    def __init__(self, inputs: DecoderInputs, run: _Run, logits: str, caches: Sequence[tuple[ir.Value, str]]) -> None:
         self._inputs, self._run, self._logits, self._caches = inputs, run, logits, caches
         if inputs.length not in (None, 1):
             raise GraphoptError(

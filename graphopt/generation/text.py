@@ -94,9 +94,7 @@ class TextGenerator(Checked):
         messages = [*prompt]
         check_messages(messages, "prompt")
         if not isinstance(self.vocabulary, Tokenizer):
-            raise GraphoptError(
-                "prompt: expected text for a tokenizer of characters, found messages of a chat"
-            )
+            raise GraphoptError("prompt: expected text for a tokenizer of characters, found messages of a chat")
         chat = ChatTemplate(self.vocabulary).prompt(messages)
         return next(self.vocabulary.encoded([chat], special=False))[0].tolist()
 
@@ -125,9 +123,7 @@ class TextGenerator(Checked):
         for _ in range(chosen.max_tokens):
             logits = self._decoder.read(read)
             if not np.isfinite(logits.max(axis=1)).all():
-                raise GraphoptError(
-                    "model: expected finite logits, found NaN or infinity: it was not trained well"
-                )
+                raise GraphoptError("model: expected finite logits, found NaN or infinity: it was not trained well")
             tokens = [chosen.choose(row, each) for row, each in zip(logits, random, strict=True)]
             yield tokens, logits
             read = np.array(tokens, np.int64)[:, None]

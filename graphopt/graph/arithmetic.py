@@ -128,9 +128,7 @@ class Arithmetic:
                 "and op.Equal(a, b) compares numbers"
             )
         if not (numbers or several):
-            raise GraphoptError(
-                f"{_said(sign, x, other)}: expected a value, a number or an array, found {kind_of(x)}"
-            )
+            raise GraphoptError(f"{_said(sign, x, other)}: expected a value, a number or an array, found {kind_of(x)}")
         return x
 
 
@@ -219,14 +217,10 @@ def explain_attribute(error: AttributeError) -> None:
         return
     instead = f"op.{_INSTEAD[name]} does it" if name in _INSTEAD else "operators are attributes of op"
     instead = "write passes.stop_gradient(op, x)" if name == "detach" else instead
-    raise UnknownAttribute(
-        f"value {value.name!r}: expected no attribute {name!r} of arrays: {instead}"
-    ) from error
+    raise UnknownAttribute(f"value {value.name!r}: expected no attribute {name!r} of arrays: {instead}") from error
 
 
-def _universal(
-    self: ir.Value, function: Callable[..., object], method: str, *args: object, **_: object
-) -> Any:
+def _universal(self: ir.Value, function: Callable[..., object], method: str, *args: object, **_: object) -> Any:
     sign = _OF_NUMPY.get(function)
     if sign is not None and method == "__call__":
         return _current(sign).binary(sign, *args)

@@ -162,9 +162,7 @@ def scalar(found: object, where: str, due: str, dtype: ir.DataType | None = None
         reduce = "op.ReduceSum or op.ReduceMean, with keepdims=0, makes one number of it"
         raise GraphoptError(f"{where}: expected {due}, one number, found {told(value)}: {reduce}")
     if _differs(value.dtype, dtype):
-        raise GraphoptError(
-            f"{where}: expected {due} in the type {dtype and dtype.name.lower()}, found {told(value)}"
-        )
+        raise GraphoptError(f"{where}: expected {due} in the type {dtype and dtype.name.lower()}, found {told(value)}")
     return value
 
 
@@ -176,9 +174,7 @@ def several(found: object, where: str, due: str, count: int) -> Sequence[object]
     """
     if not isinstance(found, list | tuple):
         remedy = ": return [value]" if isinstance(found, ir.Value) and count == 1 else _remedy(found)
-        raise GraphoptError(
-            f"{where}: expected {due}, {count} in a list or tuple, found {told(found)}{remedy}"
-        )
+        raise GraphoptError(f"{where}: expected {due}, {count} in a list or tuple, found {told(found)}{remedy}")
     if len(found) != count:
         raise GraphoptError(f"{where}: expected {due}, {count} in a list or tuple, found {told(found)}")
     return found

@@ -90,9 +90,7 @@ def starts_of_blocks(x: ir.Value, count: int) -> list[int] | None:
     parts = known.get(x, ())
     size = math.prod(_shape(x)) // count if parts else 1
     starts = [start for part in parts for start in range(part.start, part.stop, size)]
-    is_whole = len({part.source for part in parts}) == 1 and all(
-        n % size == 0 for _, *ends in parts for n in ends
-    )
+    is_whole = len({part.source for part in parts}) == 1 and all(n % size == 0 for _, *ends in parts for n in ends)
     return starts if is_whole and len({*starts}) == count else None
 
 
@@ -131,9 +129,7 @@ def _parts(node: ir.Node, known: dict[ir.Value, _Parts]) -> list[tuple[ir.Value,
 
 def _cut(node: ir.Node, x: ir.Value) -> tuple[int, int] | None:
     """Return the only axis that a Slice cuts, in steps of 1, and the number at which it begins; None for others."""
-    starts, _, axes, steps = (
-        None if v is None else constant_of(v) for v in [*node.inputs[1:], None, None][:4]
-    )
+    starts, _, axes, steps = (None if v is None else constant_of(v) for v in [*node.inputs[1:], None, None][:4])
     if starts is None or axes is None or starts.size != 1 or (steps is not None and steps.item() != 1):
         return None
     shape, axis, start = _shape(x), axes.item(), starts.item()

@@ -113,9 +113,7 @@ class Channels:
         zero = {root for part in sources for root in self.roots(part.labels).tolist()} - alive
         reasons, stay = self._by_root(), {}
         for part in sources:
-            found = [
-                reasons[root] for root in self.roots(part.labels).tolist() if root in zero and root in reasons
-            ]
+            found = [reasons[root] for root in self.roots(part.labels).tolist() if root in zero and root in reasons]
             if found:
                 stay[f"{len(found)} of {name_of(part.weight)!r}"] = found[0]
         zero -= reasons.keys()
@@ -272,8 +270,7 @@ class Channels:
         axes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes", [])
         axis, labels = self._at[x]
         reduced = {
-            int(each) % len(x.shape)
-            for each in (range(len(x.shape)) if axes is None or not len(axes) else axes)
+            int(each) % len(x.shape) for each in (range(len(x.shape)) if axes is None or not len(axes) else axes)
         }
         if axis in reduced:
             return False
@@ -339,9 +336,7 @@ class Channels:
             return False
         dims = [*w.shape]
         if len(dims) >= -axis and dims[axis] != 1:
-            if math.prod(map(int, dims)) != dims[axis] or not self._slice(
-                node, index, axis, labels, adds=adds
-            ):
+            if math.prod(map(int, dims)) != dims[axis] or not self._slice(node, index, axis, labels, adds=adds):
                 return False
         elif adds or (constant_of(w) is None and w not in self._weights):
             return False
@@ -355,9 +350,9 @@ class Channels:
         if axis != 1 or any(y.uses() or y.is_graph_output() for y in node.outputs[1:]):
             return False
         parts = [(1, True, node.inputs[3]), (2, True, None), (3, False, None), (4, False, None)]
-        return all(
-            [self._slice(node, i, 0, labels, adds=adds, by=by) for i, adds, by in parts]
-        ) and self._set(node, 1, labels)
+        return all([self._slice(node, i, 0, labels, adds=adds, by=by) for i, adds, by in parts]) and self._set(
+            node, 1, labels
+        )
 
     def _concat(self, node: ir.Node) -> bool:
         axis, known = node.attributes.get_int("axis", 1), [x for x in node.inputs if x in self._at]
@@ -391,9 +386,7 @@ _HANDLERS: dict[str, Callable[[Channels, ir.Node], bool]] = {
     "Transpose": Channels._transpose,
     **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), Channels._reshape),
     **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceSum"), Channels._reduced),
-    **dict.fromkeys(
-        ZERO_TO_ZERO | POOLS | {"Dropout", "GlobalAveragePool", "GlobalMaxPool"}, Channels._through
-    ),
+    **dict.fromkeys(ZERO_TO_ZERO | POOLS | {"Dropout", "GlobalAveragePool", "GlobalMaxPool"}, Channels._through),
 }
 
 

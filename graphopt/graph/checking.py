@@ -138,9 +138,7 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
             size = os.stat(folder / info.location).st_size
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise GraphoptError(
-                f"tensor {tensor.name!r}: external data {info.location!r}: {reason}"
-            ) from error
+            raise GraphoptError(f"tensor {tensor.name!r}: external data {info.location!r}: {reason}") from error
         start = info.offset or 0
         length = size - start if info.length is None else info.length
         if not 0 <= start <= start + length <= size:
@@ -184,9 +182,7 @@ def messages(proto: Message) -> Iterator[Message]:
                     if not isinstance(text, str):
                         kind = message.DESCRIPTOR.name.removesuffix("Proto").lower()
                         name = getattr(message, "name", "")
-                        raise GraphoptError(
-                            f"{kind} {name!r}: {field.name}: expected UTF-8 text, found {text!r}"
-                        )
+                        raise GraphoptError(f"{kind} {name!r}: {field.name}: expected UTF-8 text, found {text!r}")
 
 
 def _check_tensor(tensor: onnx.TensorProto, stored: Mapping[str, int]) -> None:
@@ -257,13 +253,9 @@ def _check_input(model: ir.Model, value: ir.Value) -> None:
     if role in STATE or role is Role.HYPERPARAMETER:
         initial, plain = value.const_value, not any(x.is_initializer() for x in model.graph.inputs)
         if (initial is None and not plain) or (initial is not None and initial.dtype is ir.DataType.STRING):
-            raise GraphoptError(
-                f"input {value.name!r}: role {role.value!r}: expected an initial value, found none"
-            )
+            raise GraphoptError(f"input {value.name!r}: role {role.value!r}: expected an initial value, found none")
     elif role is not None and value.is_initializer():
-        raise GraphoptError(
-            f"input {value.name!r}: role {role.value!r}: expected no initial value, found one"
-        )
+        raise GraphoptError(f"input {value.name!r}: role {role.value!r}: expected no initial value, found one")
     spec = TargetSpec.read(value)
     if spec is None:
         return
@@ -319,9 +311,7 @@ def _check_encoders(model: ir.Model) -> None:
         raise metadata.Encoders.wrong(model, f"a part that computes inputs, {', '.join(map(repr, inputs))}")
 
 
-def _checked_parts(
-    model: ir.Model, note: metadata.Note, serialized: Iterable[bytes]
-) -> list[onnx.ModelProto]:
+def _checked_parts(model: ir.Model, note: metadata.Note, serialized: Iterable[bytes]) -> list[onnx.ModelProto]:
     """Return the models in a note; raise an error if one is malformed."""
     try:
         parts = [onnx.ModelProto.FromString(part) for part in serialized]
@@ -349,9 +339,7 @@ def refuse_foreign(model: ir.Model) -> None:
             integers = node
     if integers is None:
         return
-    many = [
-        x for x in model.graph.initializers.values() if x.const_value is not None and x.const_value.size > 1
-    ]
+    many = [x for x in model.graph.initializers.values() if x.const_value is not None and x.const_value.size > 1]
     readers = (node for x in many if is_floating(x) for node in x.consumers())
     if all(node.op_type in INTEGER_OPERATORS | DYNAMIC_PRODUCTS | CONVERTING for node in readers):
         raise GraphoptError(

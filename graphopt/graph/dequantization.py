@@ -58,9 +58,7 @@ class _Weights:
                 self.position.update((y, i) for y in node.outputs)
                 if not self.expanded.isdisjoint(node.inputs):
                     self.readers.append(node)
-            elif not subgraphs(node) and (
-                dequantizes_frozen(node) or not self.expanded.isdisjoint(node.inputs)
-            ):
+            elif not subgraphs(node) and (dequantizes_frozen(node) or not self.expanded.isdisjoint(node.inputs)):
                 self.nodes.append(node)
                 self.expanded.update(node.outputs)
 

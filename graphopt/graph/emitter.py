@@ -134,9 +134,7 @@ class Emitter(TapeBuilder):
             inputs = ", ".join("-" if x is None else f"{x.name}: {x.type}{x.shape}" for x in node.inputs)
             least = getattr(schema_of(node.domain, node.op_type, node.version or 0), "min_output", 0)
             more = f": write _outputs={least}" if len(node.outputs) < least else ""
-            raise GraphoptError(
-                f"cannot emit {node.op_type}({inputs}): {str(error).strip()}{more}"
-            ) from error
+            raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {str(error).strip()}{more}") from error
 
     def infer(self, node: ir.Node) -> None:
         """Infer the types and shapes of an existing node's outputs from its inputs, as far as ONNX does."""
@@ -194,9 +192,7 @@ class Emitter(TapeBuilder):
             GraphoptError: ONNX has no such operator, or it takes no such inputs or attributes.
         """
         if op_type == "Constant" and args:
-            raise GraphoptError(
-                f"op.Constant: expected attributes, found {kind_of(args[0])}: write op.constant(...)"
-            )
+            raise GraphoptError(f"op.Constant: expected attributes, found {kind_of(args[0])}: write op.constant(...)")
         for name, attribute in kwargs.items():
             if type(attribute) is ir.Value and not self._takes_input(
                 op_type, name, options.get("domain", ""), options.get("version")

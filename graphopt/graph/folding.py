@@ -81,9 +81,7 @@ def fold(model: ir.Model, *, only_integers: bool = False) -> None:
                 should_fold=should_fold,
             )(model)
     except RuntimeError as error:  # of a node whose constants it cannot compute with
-        raise GraphoptError(
-            f"expected constants that can be computed, found others: {cause(error)}"
-        ) from error
+        raise GraphoptError(f"expected constants that can be computed, found others: {cause(error)}") from error
 
 
 class _Folding(FoldConstantsPass):
@@ -114,9 +112,7 @@ class _Folding(FoldConstantsPass):
             return False
         # The evaluator of Add is for sizes.
         operator = node.domain, node.op_type
-        return operator not in registry.op_evaluators or (
-            operator == ("", "Add") and is_floating(node.outputs[0])
-        )
+        return operator not in registry.op_evaluators or (operator == ("", "Add") and is_floating(node.outputs[0]))
 
     def _prepare_folded_tensor(
         self, node: ir.Node, output_name: str, output_array: object

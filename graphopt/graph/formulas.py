@@ -241,9 +241,7 @@ def smallest(*formulas: Formula) -> Formula:
     return _extreme(False, formulas, lambda a, b: is_nonnegative(b - a))
 
 
-def _extreme(
-    is_largest: bool, formulas: Iterable[Formula], wins: Callable[[Formula, Formula], bool]
-) -> Formula:
+def _extreme(is_largest: bool, formulas: Iterable[Formula], wins: Callable[[Formula, Formula], bool]) -> Formula:
     left: list[Formula] = []
     for x in formulas:
         atom = next(iter(x.atoms), None)
@@ -298,9 +296,7 @@ def _rest_is_nonnegative(x: Formula, atom: _Atom, trials: list[int]) -> bool:
     return all(isinstance(own, Symbol) or _is_nonnegative(_of_atom(own), trials) for own in rest)
 
 
-def _bounds(
-    atom: _Atom, is_below: bool, trials: list[int]
-) -> tuple[Callable[[Iterable[bool]], bool], list[Formula]]:
+def _bounds(atom: _Atom, is_below: bool, trials: list[int]) -> tuple[Callable[[Iterable[bool]], bool], list[Formula]]:
     """Return bounds of an atom from below or above, and whether one of them must do or all."""
     match atom:
         case _Floor() if not is_below:

@@ -44,9 +44,7 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
                 InferenceForm(operator=(node.op_type, attributes), reads=tuple(inputs), output=i).write(y)
 
 
-def extract(
-    model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = False, quantized: bool = True
-) -> ir.Model:
+def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = False, quantized: bool = True) -> ir.Model:
     """Return the part of a training graph that computes `outputs`, in its inference form.
 
     Args:
@@ -117,9 +115,7 @@ def _leave_out_rounding(graph: ir.Graph) -> None:
             for user in node.outputs[0].consumers():
                 if not is_floating(user.outputs[0]):  # it gathers rows
                     user.outputs[0].type = user.outputs[0].shape = None
-            ir.convenience.replace_all_uses_with(
-                node.outputs[0], given(node.inputs[0]), replace_graph_outputs=True
-            )
+            ir.convenience.replace_all_uses_with(node.outputs[0], given(node.inputs[0]), replace_graph_outputs=True)
 
 
 def _operator(

@@ -83,9 +83,7 @@ def check_size(model: ir.Model) -> None:
         )
 
 
-def _measure(
-    whole: ir.Graph | ir.Function, known: Mapping[ir.OperatorIdentifier, tuple[int, int]]
-) -> tuple[int, int]:
+def _measure(whole: ir.Graph | ir.Function, known: Mapping[ir.OperatorIdentifier, tuple[int, int]]) -> tuple[int, int]:
     """Return the number of nodes of a graph once calls are inlined, and its nesting depth."""
     nodes = deepest = 0
     for graph, depth in graphs_with_depth(whole):
@@ -164,9 +162,7 @@ def are_vectors_short(graph: ir.Graph, known: Callable[[ir.Value], ir.Shape | No
     return max(counts.values(), default=0) <= _LONG
 
 
-def _count_numbers(
-    graph: ir.Graph, known: Callable[[ir.Value], ir.Shape | None], counts: dict[ir.Value, int]
-) -> None:
+def _count_numbers(graph: ir.Graph, known: Callable[[ir.Value], ir.Shape | None], counts: dict[ir.Value, int]) -> None:
     """Bound the numbers of each vector of a graph, and the rank of each other value."""
     for node in graph:
         most = min(sum(counts.get(x, 1) for x in values_read(node)), _LONG + 1)

@@ -243,9 +243,7 @@ def _make_checkable(proto: onnx.ModelProto) -> None:
 def _sort(whole: onnx.GraphProto | onnx.FunctionProto) -> None:
     """Put the nodes of a message behind those whose outputs they read, unless they form a cycle."""
     makers = {y: i for i, node in enumerate(whole.node) for y in node.output if y}
-    needed = [
-        {makers[x] for x in _names_read(node) if x in makers} - {i} for i, node in enumerate(whole.node)
-    ]
+    needed = [{makers[x] for x in _names_read(node) if x in makers} - {i} for i, node in enumerate(whole.node)]
     if all(max(its, default=-1) < i for i, its in enumerate(needed)):
         return
     with contextlib.suppress(graphlib.CycleError):

@@ -93,9 +93,7 @@ def register_merge(kind: type, merge: Merge) -> str:
     names = itertools.chain([name], (f"{name}@{i}" for i in itertools.count(2)))
     chosen = next(x for x in names if x not in MERGES or _alike(MERGES[x], merge))
     if is_own and chosen != name:
-        raise GraphoptError(
-            f"adapter {name}: expected one class of this name in passes, found two: rename one"
-        )
+        raise GraphoptError(f"adapter {name}: expected one class of this name in passes, found two: rename one")
     MERGES[chosen] = merge
     return chosen
 
@@ -119,8 +117,7 @@ def _alike(first: object, second: object) -> bool:
         and first.__globals__ is second.__globals__
         and len(values[0]) == len(values[1])
         and all(
-            x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y)
-            for x, y in zip(*values, strict=True)
+            x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y) for x, y in zip(*values, strict=True)
         )
     )
 
@@ -163,15 +160,11 @@ def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str
         values = [arrays[name] for name in note.values if name in arrays]
         if note.weight not in arrays or len(values) < len(note.values):
             missing = next(name for name in (note.weight, *note.values) if name not in arrays)
-            raise GraphoptError(
-                f"adapter of {note.weight!r}: expected the value {missing!r}, found none in the graph"
-            )
+            raise GraphoptError(f"adapter of {note.weight!r}: expected the value {missing!r}, found none in the graph")
         base = weights.get(note.weight) or ir.tensor(arrays[note.weight])
         merge = partial(_merged, note, base, values)
         is_small = base.nbytes < _LAZY_FROM
-        weights[note.weight] = (
-            merge() if is_small else ir.LazyTensor(merge, base.dtype, ir.Shape(base.shape.numpy()))
-        )
+        weights[note.weight] = merge() if is_small else ir.LazyTensor(merge, base.dtype, ir.Shape(base.shape.numpy()))
     return weights
 
 

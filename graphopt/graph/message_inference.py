@@ -31,9 +31,7 @@ _SAFE = ELEMENTWISE_OPERATORS | {
 _Rounds = tuple[int, bool]
 
 
-def infer_message(
-    message: onnx.ModelProto, *, propagate: bool = False, strict: bool = False
-) -> onnx.ModelProto:
+def infer_message(message: onnx.ModelProto, *, propagate: bool = False, strict: bool = False) -> onnx.ModelProto:
     """Return a message with inferred types and shapes.
 
     Args:
@@ -48,9 +46,7 @@ def infer_message(
         _clear_negative(message)
     if is_fragile:
         _check(message, propagate)
-    typed = onnx.shape_inference.infer_shapes(
-        message, check_type=strict, strict_mode=strict, data_prop=propagate
-    )
+    typed = onnx.shape_inference.infer_shapes(message, check_type=strict, strict_mode=strict, data_prop=propagate)
     if strict:
         _check_results(typed)
     return typed
@@ -143,9 +139,7 @@ def _find(
         now = max(known.get(x, (0, False)) for x in (*node.input, ""))
         bodies = _bodies(node)
         for body in bodies:
-            now = max(
-                now, _find(body.node, known | {x.name: (now[0], True) for x in body.input}, calls, found)
-            )
+            now = max(now, _find(body.node, known | {x.name: (now[0], True) for x in body.input}, calls, found))
         is_call = (node.domain, node.op_type) in calls
         if now[1] and (is_call or node.op_type in FRAGILE):
             found.setdefault(now[0], []).append(node)

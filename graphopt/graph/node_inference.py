@@ -33,11 +33,7 @@ def infer_outputs(node: ir.Node, version: int) -> list[Inferred]:
     found = None if kind is None else _known.get(kind)
     if found is None:
         found = _infer(node, version)
-        if (
-            kind is None
-            or node.domain not in STANDARD
-            or not all(type(its) is ir.TensorType for its, _ in found)
-        ):
+        if kind is None or node.domain not in STANDARD or not all(type(its) is ir.TensorType for its, _ in found):
             return found
         if len(_known) >= _MOST_KNOWN:
             _known.clear()

@@ -74,9 +74,7 @@ def write_weights(original: ModelParts, trained: ModelParts, model: ir.Model, *,
     weights = {x.name: x for x in trained.proto.graph.initializer}
     notes = [note for _, note in adapted(model)]
     changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
-    changed = {*changed, *(note.weight for note in notes if merged)}.difference(
-        *(note.values for note in notes)
-    )
+    changed = {*changed, *(note.weight for note in notes if merged)}.difference(*(note.values for note in notes))
     changed |= {name for node in model.graph if (name := STORED_AS.read(node))}
     places, folds = _places(original.proto), (Folded.read(model) or Folded({})).models()
     folds = {name: part for name, part in folds.items() if name in places}
@@ -195,9 +193,7 @@ def _computed(
     part = folds[name]
     for x in [x.name for x in part.graph.input if x.name not in weights]:
         if depth > len(folds) or x not in folds:
-            raise GraphoptError(
-                f"into: weight {name!r}: expected the weight {x!r} that it is made of, found none"
-            )
+            raise GraphoptError(f"into: weight {name!r}: expected the weight {x!r} that it is made of, found none")
         weights[x] = onnx.numpy_helper.from_array(_computed(x, folds, weights, trained, depth + 1), x)
     feeds = {x.name: trained.numbers(weights[x.name]) for x in part.graph.input}
     _check_small(part, name, sum(array.size for array in feeds.values()))
@@ -211,9 +207,7 @@ def _check_small(part: onnx.ModelProto, name: str, elements: int) -> None:
     known = len(nodes) <= _MOST_NODES and {(x.domain, x.op_type) for x in nodes} <= _FOLDING
     sizes = _inferred_sizes(part, elements) if known else []
     if len(sizes) < len(nodes) or not known or max(sizes, default=0) > _MOST_GROWTH * elements + MOST_FOLDED:
-        raise GraphoptError(
-            f"into: weight {name!r}: expected a small computation from other weights, found another"
-        )
+        raise GraphoptError(f"into: weight {name!r}: expected a small computation from other weights, found another")
 
 
 def _inferred_sizes(part: onnx.ModelProto, elements: int) -> list[int]:
@@ -223,7 +217,4 @@ def _inferred_sizes(part: onnx.ModelProto, elements: int) -> list[int]:
     propagate = is_short and all(dim.dim_value <= _LONGEST for shape in fed for dim in shape)
     inferred = infer_message(part, propagate=propagate).graph
     shapes = [x.type.tensor_type.shape.dim for x in [*inferred.value_info, *inferred.output]]
-    return [
-        math.prod(dim.dim_value if dim.HasField("dim_value") else elements for dim in shape)
-        for shape in shapes
-    ]
+    return [math.prod(dim.dim_value if dim.HasField("dim_value") else elements for dim in shape) for shape in shapes]

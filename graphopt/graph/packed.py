@@ -21,9 +21,7 @@ def gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Val
         x, bits = _as_bytes(op, x)
     rows = op.Gather(x, indices, axis=axis)
     if bits < 8:
-        parts = [
-            op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)
-        ]
+        parts = [op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)]
         whole = op.Concat(*(op.Unsqueeze(part, [-1]) for part in parts), axis=-1)
         *before, packed = dims_of(rows)
         if not isinstance(packed, int):
@@ -60,9 +58,7 @@ def view_of(
         return RoomyTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape)
     if isinstance(tensor, ir.ExternalTensor):
         place = tensor.location, tensor.offset, tensor.length
-        return ir.ExternalTensor(
-            *place, dtype, shape=ir.Shape(shape), name=tensor.name or "", base_dir=tensor.base_dir
-        )
+        return ir.ExternalTensor(*place, dtype, shape=ir.Shape(shape), name=tensor.name or "", base_dir=tensor.base_dir)
     if dtype.bitwidth < 8:
         return RoomyTensor(tensor.numpy(), dtype, shape)
     if tensor.dtype.bitwidth < 8:

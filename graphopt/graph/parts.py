@@ -98,6 +98,4 @@ def are_equal(a: np.ndarray, b: np.ndarray) -> bool:
         return np.array_equal(a, b)
     one, other = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
     parts = range(0, one.size, _CHUNK)
-    return one.size == other.size and all(
-        np.array_equal(one[i : i + _CHUNK], other[i : i + _CHUNK]) for i in parts
-    )
+    return one.size == other.size and all(np.array_equal(one[i : i + _CHUNK], other[i : i + _CHUNK]) for i in parts)

@@ -341,9 +341,7 @@ def matches(name: str | None, pattern: Pattern) -> bool:
 
 def no_match(where: str, what: str, names: Iterable[str | None], owns: str = "trains") -> GraphoptError:
     """Return the error of a pattern that matches nothing; `names` are what the model trains or has."""
-    return GraphoptError(
-        f"{where} matches no {what}; the model {owns}: {', '.join(map(str, names)) or 'none'}"
-    )
+    return GraphoptError(f"{where} matches no {what}; the model {owns}: {', '.join(map(str, names)) or 'none'}")
 
 
 def selects(pattern: Pattern, value: ir.Value) -> bool:

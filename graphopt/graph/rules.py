@@ -25,9 +25,7 @@ _Kind = tuple[tuple[str, str] | None, ...]
 
 def _kind(node: ir.Node) -> _Kind:
     producers = [None if x is None else x.producer() for x in node.inputs]
-    return (node.domain, node.op_type), *[
-        None if own is None else (own.domain, own.op_type) for own in producers
-    ]
+    return (node.domain, node.op_type), *[None if own is None else (own.domain, own.op_type) for own in producers]
 
 
 class _Operators:
@@ -99,9 +97,7 @@ class _InTurn:
         """Return whether a rule may have a node's operator."""
         return self._any or (node.domain, node.op_type) in self._own
 
-    def try_rewrite(
-        self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any
-    ) -> Any:
+    def try_rewrite(self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any) -> Any:
         """Return the nodes to replace a node by, or None."""
         kind = _kind(node)
         if kind not in self._of:

@@ -276,9 +276,7 @@ def shape_states(graph: ir.Graph) -> bool:
     return new
 
 
-def _shape_state(
-    body: ir.Graph, initial: ir.Value | None, before: ir.Value, after: ir.Value, last: ir.Value
-) -> bool:
+def _shape_state(body: ir.Graph, initial: ir.Value | None, before: ir.Value, after: ir.Value, last: ir.Value) -> bool:
     if initial is None or initial.shape is None:
         return False
     if before.shape is None:

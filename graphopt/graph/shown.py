@@ -19,14 +19,10 @@ class Model(ir.Model):
     def __repr__(self) -> str:
         graph, parameters = self.graph, with_role(self, Role.PARAMETER)
         kind = "training graph" if with_role(self, Role.NEXT) else "model"
-        inputs = [
-            x for x in graph.inputs if role_of(x) in FED or (role_of(x) is None and not x.is_initializer())
-        ]
+        inputs = [x for x in graph.inputs if role_of(x) in FED or (role_of(x) is None and not x.is_initializer())]
         outputs = [y for y in graph.outputs if role_of(y) is not Role.NEXT]
         weights = parameters or list(graph.initializers.values())
-        called = (
-            f"{len(weights)} {'parameters' if parameters else 'weights'} of {elements(weights):,} numbers"
-        )
+        called = f"{len(weights)} {'parameters' if parameters else 'weights'} of {elements(weights):,} numbers"
         return (
             f"<{kind} {graph.name!r}: {_typed(inputs)} -> {', '.join(map(name_of, outputs))}; {called}, "
             f"{len(graph):,} nodes; graphopt.summary shows its layers>"
@@ -46,6 +42,4 @@ def elements(values: Iterable[ir.Value]) -> int:
 
 
 def _typed(values: Iterable[ir.Value]) -> str:
-    return ", ".join(
-        f"{x.name} {'' if x.dtype is None else x.dtype.numpy()}{x.shape or ''}".strip() for x in values
-    )
+    return ", ".join(f"{x.name} {'' if x.dtype is None else x.dtype.numpy()}{x.shape or ''}".strip() for x in values)

@@ -167,9 +167,7 @@ def _rows_of_transposed() -> RewriteRule:
     It saves a transposed copy of the weight in each step.
     """
 
-    def are_rows(
-        context: object, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value
-    ) -> bool:
+    def are_rows(context: object, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value) -> bool:
         moved, read = producer_of(transposed), producer_of(rows)
         return (
             weight.is_initializer()
@@ -180,9 +178,7 @@ def _rows_of_transposed() -> RewriteRule:
             and indices.shape is not None
         )
 
-    def rewritten(
-        op: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value
-    ) -> ir.Value:
+    def rewritten(op: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value) -> ir.Value:
         rank = len(indices.shape or ())
         columns = op.Gather(weight, indices, axis=1)
         columns.type, columns.shape = weight.type, ir.Shape([dims_of(weight)[0], *dims_of(indices)])

@@ -112,9 +112,7 @@ class Content:
             isinstance(other, Content)
             and self.graph == other.graph
             and self.weights.keys() == other.weights.keys()
-            and all(
-                x is (y := other.weights[k]) or x.tobytes() == y.tobytes() for k, x in self.weights.items()
-            )
+            and all(x is (y := other.weights[k]) or x.tobytes() == y.tobytes() for k, x in self.weights.items())
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -171,9 +169,7 @@ def without_weights(model: ir.Model) -> onnx.ModelProto:
     return proto
 
 
-def message_without_weights(
-    model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool]
-) -> tuple[bytes, Weights]:
+def message_without_weights(model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool]) -> tuple[bytes, Weights]:
     """Return a model as bytes in which large weights are inputs, and these by name.
 
     Args:
@@ -386,9 +382,7 @@ def parsed(content: bytes, name: str) -> onnx.ModelProto:
     try:
         return onnx.load_model_from_string(content)
     except _UNREADABLE as error:
-        raise GraphoptError(
-            f"{name}: expected the bytes of an ONNX model, found others ({line(error)})"
-        ) from error
+        raise GraphoptError(f"{name}: expected the bytes of an ONNX model, found others ({line(error)})") from error
 
 
 def read_external(model: ir.Model) -> None:
@@ -419,9 +413,7 @@ def _map_external(values: Iterable[ir.Value]) -> None:
 
 
 @contextlib.contextmanager
-def external(
-    model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool] = lambda tensor: True
-) -> Iterator[Weights]:
+def external(model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool] = lambda tensor: True) -> Iterator[Weights]:
     """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
     values = {k: x for k, x in model.graph.initializers.items() if tensor_bytes(x.const_value) > _SMALL}
     named = {name: x.const_value for name, x in values.items() if x.const_value is not None}

@@ -53,11 +53,7 @@ def _bring_in(body: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) 
     for node in body.node:
         for i, name in enumerate(node.input):
             tensor = None if name in own else constants.get(name)
-            if (
-                tensor is not None
-                and tensor.data_type == onnx.TensorProto.INT64
-                and math.prod(tensor.dims) <= _SHORT
-            ):
+            if tensor is not None and tensor.data_type == onnx.TensorProto.INT64 and math.prod(tensor.dims) <= _SHORT:
                 inner = f"{name}/inside {body.name}"
                 copies[inner] = onnx.helper.make_node("Constant", [], [inner], value=tensor)
                 node.input[i] = inner

@@ -43,9 +43,7 @@ class Unroll(Pass):
         graph = model.graph
         following = {state_of(y): y for y in with_role(model, Role.NEXT)}
         if not following:
-            raise GraphoptError(
-                "Unroll needs a training graph, found one without state to update: add an optimizer"
-            )
+            raise GraphoptError("Unroll needs a training graph, found one without state to update: add an optimizer")
         fed = with_role(model, *FED)
         first = ir.SymbolicDim("steps") if self.steps is None else self.steps
         outer = {x: _twin(x, first) for x in fed}

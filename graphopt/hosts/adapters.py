@@ -117,17 +117,11 @@ def _emitted(op: Emitter, model: ir.Model, adapter: CombinedAdapter) -> dict[str
         if each.magnitude is not None:
             magnitude = values[each.note.values[2]]
             ratio = next(
-                (
-                    y.outputs[0]
-                    for y in magnitude.consumers()
-                    if (y.op_type, y.inputs[0]) == ("Div", magnitude)
-                ),
+                (y.outputs[0] for y in magnitude.consumers() if (y.op_type, y.inputs[0]) == ("Div", magnitude)),
                 None,
             )
             shape = [-1 if i == axis % rank else 1 for i in range(rank)]
-            padded = op.Pad(
-                op.Reshape(given(ratio), [-1]), op.constant(np.array(ends)), op.constant(np.float32(1))
-            )
+            padded = op.Pad(op.Reshape(given(ratio), [-1]), op.constant(np.array(ends)), op.constant(np.float32(1)))
             factor, terms = factor * padded, [term * op.Reshape(padded, shape) for term in terms]
     if terms[1:] and adapter.first.kind.is_filters:
         raise GraphoptError("hosts: expected one adapter with DoRA of a convolution, found several")

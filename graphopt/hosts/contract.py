@@ -100,8 +100,7 @@ def contract(
         "feeds": [_feed(x) for x in with_role(step, *FED)],
         "state": [_state(x, places[name_of(x)]) for x in with_role(step, *STATE)],
         "hyperparameters": [
-            {**_described(x), "default": initial[name_of(x)].tolist()}
-            for x in with_role(step, Role.HYPERPARAMETER)
+            {**_described(x), "default": initial[name_of(x)].tolist()} for x in with_role(step, Role.HYPERPARAMETER)
         ],
         "check": CHECK,
         "reports": [_described(y) for y in step.graph.outputs if role_of(y) is not Role.NEXT],
@@ -114,9 +113,7 @@ def _interface(model: ir.Model) -> Entry:
         "feeds": [name_of(x) for x in with_role(model, *FED)],
         "state": [name_of(x) for x in with_role(model, *STATE)],
         "hyperparameters": [name_of(x) for x in with_role(model, Role.HYPERPARAMETER)],
-        "reports": [
-            name_of(y) for y in model.graph.outputs if role_of(y) is not Role.NEXT and y.name != CHECK
-        ],
+        "reports": [name_of(y) for y in model.graph.outputs if role_of(y) is not Role.NEXT and y.name != CHECK],
     }
 
 

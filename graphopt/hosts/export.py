@@ -108,9 +108,7 @@ def export_hosts(
     trained = inference.trained(model, initial, as_stored=False, adapters="kept")
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
     plain, adapter = _plain(model), adapter_graph(model, initial)
-    models = _graphs(
-        {**plain, **({"adapter": adapter} if adapter is not None else {})}, initial, unroll, target
-    )
+    models = _graphs({**plain, **({"adapter": adapter} if adapter is not None else {})}, initial, unroll, target)
     content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
     trained = _with_weights_in_state(trained, model, where)
@@ -205,9 +203,7 @@ def _shared(models: Sequence[ir.Model], trained: onnx.ModelProto, has_adapters: 
     for x, tensor in weights.items():
         offset, size = place(tensor.tobytes())
         shape = ir.Shape(tensor.shape.numpy())
-        x.const_value = ir.ExternalTensor(
-            _WEIGHTS_FILE, offset, size, tensor.dtype, shape=shape, name=name_of(x)
-        )
+        x.const_value = ir.ExternalTensor(_WEIGHTS_FILE, offset, size, tensor.dtype, shape=shape, name=name_of(x))
     for y in tensors:
         offset, size = place(y.raw_data)
         onnx.external_data_helper.set_external_data(y, _WEIGHTS_FILE, offset=offset, length=size)
@@ -259,16 +255,12 @@ def _fix_batch(model: ir.Model, batch: int) -> None:
     fold_shapes(model)
 
 
-def _with_weights_in_state(
-    trained: onnx.ModelProto, model: ir.Model, where: Mapping[str, Place]
-) -> onnx.ModelProto:
+def _with_weights_in_state(trained: onnx.ModelProto, model: ir.Model, where: Mapping[str, Place]) -> onnx.ModelProto:
     """Make the trained model read its weights from the state file, and return it."""
     owners = {original_name(x): name_of(x) for x in with_role(model, *STATE)}
     for tensor in trained.graph.initializer:
         if tensor.name in owners:
             place = where[owners[tensor.name]]
-            onnx.external_data_helper.set_external_data(
-                tensor, STATE_FILE, offset=place.offset, length=place.size
-            )
+            onnx.external_data_helper.set_external_data(tensor, STATE_FILE, offset=place.offset, length=place.size)
             tensor.ClearField("raw_data")
     return trained

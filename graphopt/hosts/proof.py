@@ -84,11 +84,7 @@ def proof_files(
             proof[f"graph.{name}"] = np.array([rows[y] for y in outputs[name]])
             if not np.isfinite(rows.get("loss", np.zeros(1))).all():
                 return {}
-        debug = (
-            {DEBUG: state_bytes(_debug(lowered, arrays))}
-            if _takes(plain["train"], batch) <= MOST_SHOWN
-            else {}
-        )
+        debug = {DEBUG: state_bytes(_debug(lowered, arrays))} if _takes(plain["train"], batch) <= MOST_SHOWN else {}
         return {PROOF: state_bytes(proof), **debug}
     except Exception as error:  # noqa: BLE001 - the runtime raises many types; hosts say that nothing is proven
         _log.info("no proof: %s", line(error))
@@ -99,9 +95,7 @@ def _takes(step: ir.Model, batch: Arrays) -> int:
     """Return about how many bytes a step takes on a batch."""
     shapes = [(x.shape or (), batch[name_of(x)].shape) for x in with_role(step, *FED)]
     sizes = [(dim, n) for dims, own in shapes for dim, n in zip(dims, own, strict=True)]
-    return estimate(
-        step, {dim.value: n for dim, n in sizes if isinstance(dim, ir.SymbolicDim) and dim.value}
-    ).step
+    return estimate(step, {dim.value: n for dim, n in sizes if isinstance(dim, ir.SymbolicDim) and dim.value}).step
 
 
 def _debug(lowered: ir.Model, arrays: Arrays) -> Arrays:
@@ -124,9 +118,7 @@ def _rows(graph: ir.Model, arrays: Arrays, outputs: Sequence[str]) -> dict[str, 
     device, rng = Device("cpu", native=False, verify=False), np.random.default_rng(0)
     starts = {next_of(x): name_of(x) for x in with_role(graph, *STATE)} if with_role(graph, Role.NEXT) else {}
     data = {name_of(x) for x in with_role(graph, Role.DATA, *STATE)}
-    unit = max(
-        ROUNDINGS.get(y.dtype, 2.0**-52) for node in graph.graph for y in node.outputs if y.dtype is not None
-    )
+    unit = max(ROUNDINGS.get(y.dtype, 2.0**-52) for node in graph.graph for y in node.outputs if y.dtype is not None)
 
     def changes(session: Session, model: ir.Model, given: Arrays) -> Arrays:
         types = {name_of(x): dtype_of(x).numpy() for x in model.graph.inputs}

@@ -38,9 +38,7 @@ def page(title: str, about: str, *sections: str) -> str:
 @functools.cache
 def _own() -> tuple[str, str, str]:
     """Return the style of pages, their script, and the script's digest."""
-    style, script = (
-        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
-    )
+    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return style, script, base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
@@ -63,8 +61,7 @@ def charts(figures: Iterable[str]) -> str:
 def figures(numbers: Iterable[tuple[str, str, str]]) -> str:
     """Return large numbers: the name, the text, and the color's class or nothing of each."""
     parts = (
-        f'<div class="{color}"><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>'
-        for name, text, color in numbers
+        f'<div class="{color}"><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>' for name, text, color in numbers
     )
     return f'<dl class="large">{"".join(parts)}</dl>\n'
 
@@ -101,9 +98,7 @@ def html_table(
         link, mark = (links or {}).get(number), (marks or {}).get(number)
         first = f'<a href="{escape(link)}">{first}</a>' if link else first
         first += f' <span class="mark">{escape(mark)}</span>' if mark else ""
-        keyed: Iterable[str] = (
-            [f' data-key="{escape(str(key))}"' for key in keys[number]] if keys else repeat("")
-        )
+        keyed: Iterable[str] = [f' data-key="{escape(str(key))}"' for key in keys[number]] if keys else repeat("")
         cells = "".join(
             f"<td{_left(i, texts)}{key}>{cell}</td>"
             for i, (cell, key) in enumerate(zip([first, *others], keyed, strict=False))

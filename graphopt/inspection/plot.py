@@ -49,9 +49,7 @@ def _cluster(frame: Frame, style: str) -> Iterator[str]:
         colours = f'fillcolor="{box.kind.fill}", color="{box.kind.line}"'
         yield f'{box.id} [label=<{_label(box)}>, style="{style_of_box}", {colours}]'
     for inner in frame.frames:
-        yield from _cluster(
-            inner, 'peripheries=1; style="rounded,dashed"; labeljust=l; fontsize=10; color="#868e96"'
-        )
+        yield from _cluster(inner, 'peripheries=1; style="rounded,dashed"; labeljust=l; fontsize=10; color="#868e96"')
     yield "}"
 
 
@@ -156,9 +154,7 @@ def plot(
     """
     ending = ".svg" if path is None else Path(path).suffix.lower()
     if ending not in (*PICTURES, *TEXTS):
-        raise GraphoptError(
-            f"{path}: expected {', '.join((*PICTURES, *TEXTS))}, found {ending or 'no ending'!r}"
-        )
+        raise GraphoptError(f"{path}: expected {', '.join((*PICTURES, *TEXTS))}, found {ending or 'no ending'!r}")
     drawing = _drawing([model, *more], titles, names, types)
     written = _text(drawing, ending).encode() if ending in TEXTS else _picture(drawing, ending)
     if path is None:
@@ -169,9 +165,7 @@ def plot(
 
 
 @checked()
-def dot(
-    model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False
-) -> str:
+def dot(model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False) -> str:
     """Return the picture that `plot` draws, in Graphviz's language; see `plot` for arguments and errors.
 
     >>> from graphopt import models
@@ -182,9 +176,7 @@ def dot(
 
 
 @checked()
-def mermaid(
-    model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False
-) -> str:
+def mermaid(model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False) -> str:
     """Return the picture that `plot` draws, as a Mermaid flowchart; see `plot` for arguments and errors.
 
     >>> from graphopt import models

@@ -191,9 +191,7 @@ def _summary(result: Report) -> Iterator[str]:
         if group:
             yield f"{kind}:"
             yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in group])
-    stages = [
-        (f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in result.stages
-    ]
+    stages = [(f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in result.stages]
     yield from _table([("passes", "nodes", "seconds", ""), *stages])
 
 
@@ -270,9 +268,7 @@ def _memory(result: Report) -> Iterator[str]:
     yield f"memory     {_megabytes(memory.peak)} at {_at(result)}, estimated"
     state = f"in two sets of buffers; parameters alone are {_megabytes(memory.parameters)}"
     step = f"at most; {_megabytes(memory.saved)} are saved for the backward pass"
-    yield from _table(
-        [("  state", _megabytes(memory.state), state), ("  a step", _megabytes(memory.step), step)]
-    )
+    yield from _table([("  state", _megabytes(memory.state), state), ("  a step", _megabytes(memory.step), step)])
 
 
 def _megabytes(count: int) -> str:
@@ -347,9 +343,7 @@ def _integers(result: Report) -> Iterator[str]:
         yield f"integers   {counted(len(left), 'tensor')} of the file stay as they are"
         yield from _table(left)
     rounded = [
-        model
-        for step, _, model, _ in result.stages
-        if step == "quantize" and any(map(FAKE.is_set, model.graph))
+        model for step, _, model, _ in result.stages if step == "quantize" and any(map(FAKE.is_set, model.graph))
     ]
     if not rounded:
         return
@@ -365,9 +359,7 @@ def _blocked(step: str, error: GraphoptError) -> Iterator[str]:
         return
     yield f"blocked    at {step}: operators without a gradient"
     rows = [("  operator", "nodes", "blocks", "what would help")]
-    rows += [
-        (f"  {x.operator}", some(x.nodes), some(x.blocks), "; ".join(_advice(x))) for x in error.operators
-    ]
+    rows += [(f"  {x.operator}", some(x.nodes), some(x.blocks), "; ".join(_advice(x))) for x in error.operators]
     yield from _table(rows)
 
 

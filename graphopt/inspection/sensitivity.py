@@ -44,9 +44,7 @@ def sensitivity(result: Report, pipeline: Pipeline, run: Predict) -> Iterator[st
         rounded = model.clone()
         alone.apply(rounded)
         found = (_floats(y) for y in run(rounded))
-        errors[name] = (
-            sum(float(np.sum((y - r) ** 2)) for y, r in zip(plain, found, strict=True)) / size
-        ) ** 0.5
+        errors[name] = (sum(float(np.sum((y - r) ** 2)) for y, r in zip(plain, found, strict=True)) / size) ** 0.5
     yield "sensitive  to the rounding of one product alone: |change| / |outputs|, on training rows"
     for name, error in sorted(errors.items(), key=lambda item: -item[1]):
         yield f"  {error:.2e}  {name}"

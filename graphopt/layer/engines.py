@@ -27,9 +27,7 @@ class Graphs:
     """Run two graphs on any ONNX Runtime. The saved values stay on the device between them."""
 
     def __init__(self, device: Device, forward: ir.Model, backward: ir.Model) -> None:
-        self._forward, self._backward = (
-            Session(device, ONNXRUNTIME.lower(part)) for part in (forward, backward)
-        )
+        self._forward, self._backward = (Session(device, ONNXRUNTIME.lower(part)) for part in (forward, backward))
 
     def forward(self, feeds: OrtValues) -> tuple[OrtValues, Backward]:
         """Return the results of the forward pass, and its backward pass."""
@@ -54,9 +52,7 @@ class Agent:
 
     def __init__(self, device: Device, model: ir.Model, results: Sequence[str], seeds: Sequence[str]) -> None:
         if refused := refuses_agent(device, model):
-            raise GraphoptError(
-                f"engine 'agent': expected a TrainingAgent, {refused}; or take engine='graphs'"
-            )
+            raise GraphoptError(f"engine 'agent': expected a TrainingAgent, {refused}; or take engine='graphs'")
         self._inputs, self._gradients = value_names(model.graph.inputs), value_names(model.graph.outputs)
         self._results, self._seeds = results, seeds
         self._ort, self._c = device.ort, (c := device.ort.capi._pybind_state)

@@ -211,9 +211,7 @@ class ForwardBackward(Checked):
     def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
         """Return the gradients of the latest forward pass in training; see `Forward.backward`."""
         if self._last is None:
-            raise GraphoptError(
-                "backward: expected a forward pass in training, found none: call forward first"
-            )
+            raise GraphoptError("backward: expected a forward pass in training, found none: call forward first")
         return self._last.backward(*gradients, **named)
 
     def _backward(self, outputs: OrtValues, backward: Backward, gradients: Mapping[str, Tensor]) -> Values:
@@ -289,9 +287,7 @@ class ForwardBackward(Checked):
         for name in arrays:
             if name not in names:
                 raise GraphoptError(unknown("parameter", name, names))
-        new = {
-            name: _fitting(self._device, self._accepted[name], x, copied=True) for name, x in arrays.items()
-        }
+        new = {name: _fitting(self._device, self._accepted[name], x, copied=True) for name, x in arrays.items()}
         with self._lock:
             self._state |= new
 
@@ -310,9 +306,7 @@ def _fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: boo
     return accepted.converted(device, tensor)
 
 
-def by_name(
-    args: Sequence[Tensor], named: Mapping[str, Tensor], names: Sequence[str], kind: str
-) -> dict[str, Tensor]:
+def by_name(args: Sequence[Tensor], named: Mapping[str, Tensor], names: Sequence[str], kind: str) -> dict[str, Tensor]:
     """Return tensors by name; the caller may give them by name or in order."""
     if len(args) == 1 and isinstance(args[0], Mapping):
         tensors = dict(args[0])

@@ -88,9 +88,7 @@ def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:
             )
     except (struct.error, ValueError, TypeError, IndexError, AttributeError) as error:
         raise GraphoptError(f"{path}: the checkpoint is damaged: {error}") from error
-    raise GraphoptError(
-        f"{path}: expected a checkpoint that contains the parameters, found one without: save it again"
-    )
+    raise GraphoptError(f"{path}: expected a checkpoint that contains the parameters, found one without: save it again")
 
 
 def _classes() -> ModuleType:
@@ -149,9 +147,7 @@ def checkpoint_bytes(state: DeviceState, learning_rate: float) -> bytes:
         rates = {"Step": state.steps, "InitialLearningRate": learning_rate}
         group = table("OptimizerGroup", GroupName=name, OptimizerStates=states, **rates)
         groups["OptimizerGroups"] = writer.vector([group])
-    module = table(
-        "ModuleState", RequiresGradParams=tensors(state.trained), FrozenParams=tensors(state.untrained)
-    )
+    module = table("ModuleState", RequiresGradParams=tensors(state.trained), FrozenParams=tensors(state.untrained))
     rate = table("FloatProperty", Name=text(LEARNING_RATE), Value=learning_rate)
     properties = table("PropertyBag", Floats=writer.vector([rate]))
     root = table("Checkpoint", Version=_VERSION, ModuleState=module, PropertyBag=properties, **groups)

@@ -107,10 +107,7 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
             if isinstance(step, kind):
                 raise GraphoptError(f"{kind.__name__.lower()}={step}: expected none on a device, {reason}")
     update = update_model(optimizer, [item for item in steps if isinstance(item, Clip)])
-    rest = {
-        name: [item for item in step if not isinstance(item, Optimizer | Clip)]
-        for name, step in pipeline.items()
-    }
+    rest = {name: [item for item in step if not isinstance(item, Optimizer | Clip)] for name, step in pipeline.items()}
     model = Pipeline(**rest).with_rules(pipeline.rules)(model)
     advice = ", which onnxruntime-training cannot load: export the model with an older opset"
     check_training_version(model, "on-device artifacts", advice)

@@ -22,9 +22,7 @@ _FROM_EXECUTOR = "pass the state of an executor whose graph is compiled from thi
 _WITH_MOMENTS = "save it with include_optimizer_state=True"
 
 
-def state_on_device(
-    made: OnDevice, given: Mapping[str, np.ndarray] | str | os.PathLike[str] | None
-) -> DeviceState:
+def state_on_device(made: OnDevice, given: Mapping[str, np.ndarray] | str | os.PathLike[str] | None) -> DeviceState:
     """Return the initial state of compiled graphs, or that of a training graph in a device's form.
 
     Raises:
@@ -44,10 +42,7 @@ def state_on_device(
 
     factors = moments(made.optimizer_pass)
     slots = {
-        own: [
-            (taken(f"{made.names[own]}.{kind}", w) * factor).astype(w.dtype)
-            for kind, factor in factors.items()
-        ]
+        own: [(taken(f"{made.names[own]}.{kind}", w) * factor).astype(w.dtype) for kind, factor in factors.items()]
         for own, w in made.trained.items()
     }
     steps = int(arrays.get(STEP, np.array(0)))
@@ -62,9 +57,7 @@ def state_on_device(
     )
 
 
-def state_of_step(
-    step: ir.Model, optimizer: Optimizer, found: DeviceState, where: str
-) -> dict[str, np.ndarray]:
+def state_of_step(step: ir.Model, optimizer: Optimizer, found: DeviceState, where: str) -> dict[str, np.ndarray]:
     """Return the state of a training graph that a device's state is, by name.
 
     Args:

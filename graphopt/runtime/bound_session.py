@@ -115,15 +115,11 @@ class BoundSession:
         *,
         optimized: bool = True,
     ) -> None:
-        library, check, shared = (
-            (lowered.library, lowered.check, lowered.shared) if lowered else (None, None, [])
-        )
+        library, check, shared = (lowered.library, lowered.check, lowered.shared) if lowered else (None, None, [])
         self.model, self.name, self.library, self.shared, self._packed = model, name, library, shared, packed
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self._fetched = [x for x in self._report if x not in packed] + [PACKED] * bool(packed)
-        self.session = Session(
-            device, model, library=library, captures=device.graph_capture, optimized=optimized
-        )
+        self.session = Session(device, model, library=library, captures=device.graph_capture, optimized=optimized)
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         # Of arrays that were fed last on the CPU: the copy of a small one, shape and element type; the same in a list

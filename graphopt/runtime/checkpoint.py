@@ -68,9 +68,7 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
         raise GraphoptError(f"{path}: expected a checkpoint in safetensors form{found}") from error
     expected, written = metadata.get(_CHECKSUM), metadata.get(_PROPERTIES, "")
     if metadata and expected != _checksum(arrays, written):
-        raise GraphoptError(
-            f"{path}: expected checksum {expected}, found another: the file is damaged; do not use it"
-        )
+        raise GraphoptError(f"{path}: expected checksum {expected}, found another: the file is damaged; do not use it")
     properties = json_of(written or "{}", f"{path}: {_PROPERTIES}")
     if not isinstance(properties, dict):
         raise GraphoptError(f"{path}: expected properties by name, found {kind_of(properties)}")

@@ -108,9 +108,7 @@ class Evaluations:
         else:
             names = [*map(name_of, with_role(parts.model, *COMPUTED[call]))] if call in COMPUTED else [call]
         if not names:
-            raise GraphoptError(
-                "predict: expected an output other than the model's own loss, found none: use evaluate"
-            )
+            raise GraphoptError("predict: expected an output other than the model's own loss, found none: use evaluate")
         alone = parts.rounds is None and parts.workers.size == 1
         chosen = {"as_numpy": parts.options.as_numpy, "alone": alone}
         opened = evaluation_of(parts.device, parts.model, parts.buffers, names, **chosen)
@@ -268,9 +266,7 @@ def _with_kernels(sessions: StepSessions) -> BoundSession | None:
     return None if kernels is None else kernels.form
 
 
-def _with_constants(
-    device: Device, part: ir.Model, buffers: StateBuffers, options: RunnerOptions
-) -> BoundSession:
+def _with_constants(device: Device, part: ir.Model, buffers: StateBuffers, options: RunnerOptions) -> BoundSession:
     """Return a graph with the state at hand as constants."""
     model = part.clone()
     inputs = with_role(model, *STATE)

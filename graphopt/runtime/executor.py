@@ -158,9 +158,7 @@ class Executor(Checked):
             "cannot use: save a checkpoint with save(PATH), and load it there"
         )
 
-    def step(
-        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
-    ) -> Reported:
+    def step(self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor) -> Reported:
         """Run one step on tensors named like the graph's inputs and return what it reports.
 
         Scalars come back as Python numbers, `loss` first. Contiguous arrays, onnxruntime's OrtValues and tensors of
@@ -227,9 +225,7 @@ class Executor(Checked):
         found = [placement.fallbacks(form.session, form.model) for form in forms]
         return {name: reason for nodes in found for name, reason in nodes.items()}
 
-    def evaluate(
-        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
-    ) -> Reported:
+    def evaluate(self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor) -> Reported:
         """Return the losses and the model's outputs on some data, without changing the state.
 
         Raises:
@@ -237,9 +233,7 @@ class Executor(Checked):
         """
         return self._evaluations.compute("evaluate", self._inputs.of_call(data, unnamed, named))
 
-    def losses(
-        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
-    ) -> Reported:
+    def losses(self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor) -> Reported:
         """Return the losses on some data as `evaluate` does, without the model's outputs.
 
         Raises:
@@ -247,9 +241,7 @@ class Executor(Checked):
         """
         return self._evaluations.compute("losses", self._inputs.of_call(data, unnamed, named))
 
-    def predict(
-        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
-    ) -> Reported:
+    def predict(self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor) -> Reported:
         """Return the model's outputs. Targets are optional, and are checked if they are fed.
 
         Raises:

@@ -43,9 +43,7 @@ class ExecutorOptions(DeviceOptions):
         if self.steps_per_call is not None and self.steps_per_call < 1:
             raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {self.steps_per_call}")
         if self.on_nonfinite not in ("raise", "warn", "skip"):
-            raise GraphoptError(
-                f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {self.on_nonfinite!r}"
-            )
+            raise GraphoptError(f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {self.on_nonfinite!r}")
         if self.in_place and (self.static_shapes or self.memory or self.on_nonfinite == "skip"):
             static = "static_shapes" if self.static_shapes else "memory"
             other = "on_nonfinite='skip'" if self.on_nonfinite == "skip" else static

@@ -182,9 +182,7 @@ class ExecutorState:
             raise GraphoptError(f"{call}: adapters: expected 'merged' or 'slots', found {adapters!r}")
         if into is not None:
             if outputs is not None:
-                raise GraphoptError(
-                    f"{call}: outputs: expected none with into, whose outputs stay, found some"
-                )
+                raise GraphoptError(f"{call}: outputs: expected none with into, whose outputs stay, found some")
             if any(FAKE.is_set(node) for node in self._model.graph):
                 raise GraphoptError(
                     f"{call}: into: expected none, since a model that trains by FakeQuantize has other operators in "
@@ -192,9 +190,7 @@ class ExecutorState:
                 )
             trained = trained_into(self._model, self.copies(), into, slots=adapters == "slots")
         elif adapters == "slots":
-            raise GraphoptError(
-                f"{call}: into: expected the model that gets slots, found None: name its file"
-            )
+            raise GraphoptError(f"{call}: into: expected the model that gets slots, found None: name its file")
         else:
             packed = any(note.quantized for _, note in adapted(self._model))
             trained = inference.trained_parts(
@@ -217,15 +213,11 @@ def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """Concatenate arrays of one type into one vector."""
     types = {array.dtype for array in arrays.values()}
     if len(types) > 1:
-        raise GraphoptError(
-            f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
-        )
+        raise GraphoptError(f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}")
     return np.concatenate([array.ravel() for array in arrays.values()])
 
 
-def trained_into(
-    model: ir.Model, state: Mapping[str, np.ndarray], into: Source, *, slots: bool
-) -> ModelParts:
+def trained_into(model: ir.Model, state: Mapping[str, np.ndarray], into: Source, *, slots: bool) -> ModelParts:
     """Return a copy of the model that was compiled, with the weights of a training graph.
 
     Args:

@@ -51,9 +51,7 @@ from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
 MARK = b"\xa5"  # no step computes a state of only these bytes
-FEW_NUMBERS = (
-    512  # in the data of a step, of which the memory is not estimated: that takes 0.4 s of 5,000 nodes
-)
+FEW_NUMBERS = 512  # in the data of a step, of which the memory is not estimated: that takes 0.4 s of 5,000 nodes
 
 
 @dataclass(eq=False)
@@ -165,9 +163,7 @@ class StepSessions:
             )
             if kept is None and may_wait and is_light and is_long:
                 rehearsal = self.rehearsal(native=True)
-                logger.info(
-                    "compiling for this machine, once for this graph; steps run without kernels meanwhile"
-                )
+                logger.info("compiling for this machine, once for this graph; steps run without kernels meanwhile")
                 return Candidate(functools.partial(self._rehearsed, rehearsal), lambda: rehearsal)
             form = self._bound(kept or self._lowered())
             return None if form is None else Candidate(lambda: form)
@@ -176,9 +172,7 @@ class StepSessions:
     def rehearsal(self, *, native: bool) -> Rehearsal:
         """Start a process that prepares kernels, or the graph for the runtime."""
         device = dataclasses.replace(self.device, native=native)
-        return Rehearsal(
-            self.model, functools.partial(_rehearse, device, list(self.options.report), self.shapes)
-        )
+        return Rehearsal(self.model, functools.partial(_rehearse, device, list(self.options.report), self.shapes))
 
     def _rehearsed(self, rehearsal: Rehearsal) -> BoundSession | None:
         """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
@@ -223,9 +217,7 @@ class StepSessions:
             model = with_shapes(unrolled(model), self.shapes)
             lowered = lowered and dataclasses.replace(lowered, check=None)
         optimized = optimized or lowered is not None
-        return BoundSession(
-            self.device, model, self.buffers, options, name, lowered, packed, optimized=optimized
-        )
+        return BoundSession(self.device, model, self.buffers, options, name, lowered, packed, optimized=optimized)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -416,9 +408,7 @@ def with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]] | None) -> 
         value.shape = ir.Shape(shapes[name_of(value)])
     for value in ir.convenience.create_value_mapping(model.graph).values():
         if value.shape is not None:
-            value.shape = ir.Shape(
-                [d if isinstance(d, int) else sizes.get(str(d.value), d) for d in value.shape]
-            )
+            value.shape = ir.Shape([d if isinstance(d, int) else sizes.get(str(d.value), d) for d in value.shape])
     fold(model)
     return model
 

@@ -63,9 +63,7 @@ class SharedWeight:
         if tensor.dtype.bitwidth == 4:
             roomy = tensor if isinstance(tensor, RoomyTensor) else _roomy(tensor)
             self._room = roomy.room
-            self.value = device.ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                roomy.room, tensor.dtype.value
-            )
+            self.value = device.ort.OrtValue.ortvalue_from_numpy_with_onnx_type(roomy.room, tensor.dtype.value)
             return
         array = np.ascontiguousarray(tensor.numpy())
         if array.dtype.isbuiltin == 2:  # of another package, such as bfloat16
@@ -103,6 +101,4 @@ def is_packed(device: Device, tensor: ir.TensorProtocol) -> bool:
 
 
 def _takes_types(device: Device) -> bool:
-    return device.machine.in_host_memory and hasattr(
-        device.ort.OrtValue, "ortvalue_from_numpy_with_onnx_type"
-    )
+    return device.machine.in_host_memory and hasattr(device.ort.OrtValue, "ortvalue_from_numpy_with_onnx_type")

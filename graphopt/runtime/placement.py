@@ -63,9 +63,7 @@ def _reason(op_type: str, node: ir.Node | None, is_in_body: bool) -> str:
         return f"{op_type}: arithmetic on shapes, which lie in host memory"
     if subgraphs(node):
         return f"{op_type}: the provider has no loops and branches; most of their bodies runs on the device"
-    types = dict.fromkeys(
-        str(x.dtype).lower() for x in [*node.inputs, *node.outputs] if x is not None and x.dtype
-    )
+    types = dict.fromkeys(str(x.dtype).lower() for x in [*node.inputs, *node.outputs] if x is not None and x.dtype)
     return f"{op_type} of {', '.join(types)}: the provider has no kernel"
 
 
@@ -75,11 +73,7 @@ def _reads_shapes(node: ir.Node) -> bool:
     while waiting:
         for x in waiting.pop().inputs:
             producer = None if x is None else x.producer()
-            if (
-                x is None
-                or x.is_initializer()
-                or (producer is not None and producer.op_type in SHAPE_READERS)
-            ):
+            if x is None or x.is_initializer() or (producer is not None and producer.op_type in SHAPE_READERS):
                 continue
             if producer is None:
                 return False

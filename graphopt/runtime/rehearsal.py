@@ -86,9 +86,7 @@ class Rehearsal:
         if self._end.alive and (code := self._process.wait()):
             said = Path(self._folder.name) / "error"
             is_said = code == _FAILED and said.exists()
-            self._failure = (
-                said.read_text() if is_said else f"native: the process that compiles ended with {code}"
-            )
+            self._failure = said.read_text() if is_said else f"native: the process that compiles ended with {code}"
         self._end()
         if self._failure:
             raise GraphoptError(self._failure)
@@ -110,9 +108,7 @@ def rehearse() -> None:
     threading.Thread(target=_listen, args=[told], daemon=True).start()
     try:
         if own_version() != version:
-            raise GraphoptError(
-                "native: expected the same version of graphopt in another process, found another"
-            )
+            raise GraphoptError("native: expected the same version of graphopt in another process, found another")
         task = pickle.loads((folder / "task").read_bytes())
         model = ir.from_proto(onnx.load_model(folder / "step.onnx", load_external_data=False))
         task(model, None)
@@ -126,9 +122,7 @@ def rehearse() -> None:
                     task(model, sample)
     except Exception as error:  # noqa: BLE001 (the process that trains tells of whatever fails)
         text = (
-            str(error)
-            if isinstance(error, GraphoptError)
-            else f"native: {type(error).__name__}: {line(error)[:200]}"
+            str(error) if isinstance(error, GraphoptError) else f"native: {type(error).__name__}: {line(error)[:200]}"
         )
         (folder / "error").write_text(text)
         sys.exit(_FAILED)

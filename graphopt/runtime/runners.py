@@ -76,9 +76,7 @@ class Rounds(Protocol):
     def is_synchronized(self) -> bool:
         """Return whether all workers have the same weights."""
 
-    def step(
-        self, feeds: Mapping[str, Tensor], train: Callable[[Mapping[str, Tensor]], Reported]
-    ) -> Reported:
+    def step(self, feeds: Mapping[str, Tensor], train: Callable[[Mapping[str, Tensor]], Reported]) -> Reported:
         """Train on tensors by `train`, synchronize the workers at the end of a round, and return what is reported."""
 
     def synchronize(self) -> None:

@@ -87,9 +87,7 @@ class Session:
         self.outputs = [y.name for y in self.ort.get_outputs()]
         self._passed = [i for i, name in enumerate(self.outputs) if name in self._all_inputs]
         on_host = {*self._all_inputs} if device.machine.in_host_memory else {*self.inputs_on_host()}
-        self._shared = {
-            name: shared(device, tensor, on_host=name in on_host) for name, tensor in weights.items()
-        }
+        self._shared = {name: shared(device, tensor, on_host=name in on_host) for name, tensor in weights.items()}
 
     def _packed(self, model: ir.Model, options: onnxruntime.SessionOptions) -> tuple[bytes, storage.Weights]:
         """Return a graph whose weights are constants, except for those of 4 bits, and these.
@@ -197,9 +195,7 @@ class Session:
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run once on arrays and return all outputs by name; ignore what is not an input."""
         if not set(self.inputs) <= set(feeds):
-            raise GraphoptError(
-                f"inputs: expected {', '.join(self.inputs)}, found {', '.join(feeds) or 'none'}"
-            )
+            raise GraphoptError(f"inputs: expected {', '.join(self.inputs)}, found {', '.join(feeds) or 'none'}")
         return dict(zip(self.outputs, self.run({name: feeds[name] for name in self.inputs}), strict=True))
 
     def run(self, feeds: Mapping[str, object]) -> list[np.ndarray]:
@@ -225,9 +221,7 @@ class Session:
         return outputs
 
 
-def _holding(
-    lock: contextlib.AbstractContextManager[object], run: Callable[..., None]
-) -> Callable[..., None]:
+def _holding(lock: contextlib.AbstractContextManager[object], run: Callable[..., None]) -> Callable[..., None]:
     """Return a function that calls another and holds a lock."""
 
     def held(*arguments: object) -> None:

@@ -40,9 +40,7 @@ def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
             mend = _together(dict(places), sizes)
-            raise GraphoptError(
-                f"dimension {dimension!r}: expected one size in all inputs, found {found}{mend}"
-            )
+            raise GraphoptError(f"dimension {dimension!r}: expected one size in all inputs, found {found}{mend}")
 
 
 def _together(axes: Mapping[str, int], sizes: Mapping[str, int]) -> str:
@@ -50,11 +48,7 @@ def _together(axes: Mapping[str, int], sizes: Mapping[str, int]) -> str:
     for name, size in sizes.items():
         for other in sizes:
             if other.startswith(f"{name}_") and sizes[other] != size:
-                pad = (
-                    "pad them to one size, and mask the padding"
-                    if axes[name]
-                    else "give each example a row in both"
-                )
+                pad = "pad them to one size, and mask the padding" if axes[name] else "give each example a row in both"
                 return f": the rows of {name!r} and {other!r} go through the model together: {pad}"
     return ""
 
@@ -151,9 +145,7 @@ class Signature:
         zeros = {name: self.accepted[name].zeros(sizes) for name in missing}
         return {**tensors, **widened, **zeros}
 
-    def check(
-        self, tensors: Mapping[str, Tensor], needed: Collection[str] | None = None
-    ) -> dict[str, Sequence[int]]:
+    def check(self, tensors: Mapping[str, Tensor], needed: Collection[str] | None = None) -> dict[str, Sequence[int]]:
         """Return the shapes of tensors.
 
         Args:
@@ -229,9 +221,7 @@ def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
     """
     check_trains(model, "executor")
     if isinstance(report, str) or not isinstance(report, Iterable | None):
-        raise GraphoptError(
-            f"report: expected names of outputs, found {report!r}: give a list, such as ['loss']"
-        )
+        raise GraphoptError(f"report: expected names of outputs, found {report!r}: give a list, such as ['loss']")
     names = reportable(model)
     unknown = [name for name in report or () if name not in names]
     if unknown:

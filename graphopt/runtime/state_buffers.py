@@ -114,9 +114,7 @@ class StateBuffers:
         first = self.sets[0]
         self._double({name: first[name].numpy() for name in first if name in self.updated})
 
-    def advance(
-        self, reported: Mapping[str, Tensor], is_checked: bool = False, batches: int = 1
-    ) -> str | None:
+    def advance(self, reported: Mapping[str, Tensor], is_checked: bool = False, batches: int = 1) -> str | None:
         """Make the next step read the set that the last one wrote, unless numbers are not finite; then say which.
 
         Args:
@@ -192,9 +190,7 @@ class StateBuffers:
             number = np.asarray(value, accepted.dtype)
             if not np.isfinite(number).all() or (name.endswith(LEARNING_RATE) and (number < 0).any()):
                 least = ", 0 or more" if name.endswith(LEARNING_RATE) else ""
-                raise GraphoptError(
-                    f"hyperparameter {name!r}: expected a finite number{least}, found {value}"
-                )
+                raise GraphoptError(f"hyperparameter {name!r}: expected a finite number{least}, found {value}")
 
     def feed(self, values: Mapping[str, object]) -> None:
         """Replace hyperparameters. If a value is invalid, nothing is replaced, and an error is raised."""
@@ -248,7 +244,5 @@ def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue
     model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
     with Emitter(model) as op:
         sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
-        model.graph.outputs.append(
-            op.Identity(functools.reduce(op.Add, sums, op.constant(0.0)), _outputs=["total"])
-        )
+        model.graph.outputs.append(op.Identity(functools.reduce(op.Add, sums, op.constant(0.0)), _outputs=["total"]))
     return model, floating

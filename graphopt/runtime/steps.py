@@ -115,9 +115,7 @@ class Steps:
         if parts.runner_of is None:
             self.runner: Runner = (single := runner_of())
         elif device.memory is not None:
-            raise GraphoptError(
-                "memory: expected one process that computes whole steps, found workers: leave it out"
-            )
+            raise GraphoptError("memory: expected one process that computes whole steps, found workers: leave it out")
         else:
             self.runner, single = parts.runner_of(chosen), None
         self._seen, self._settled = Seen(), None

@@ -85,9 +85,7 @@ def _left(group: Path) -> float:
     for limit, used in _FILES:
         numbers = [_read(group / name).strip() for name in (limit, used)]
         if all(map(str.isdigit, numbers)):
-            cached = re.search(
-                r"^(?:total_)?inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE
-            )
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
             return int(numbers[0]) - int(numbers[1]) + (int(cached[1]) if cached else 0)
     return math.inf
 

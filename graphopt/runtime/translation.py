@@ -144,11 +144,7 @@ class Translation:
         """
         state = {**self._buffers.sets[source], **self._buffers.fed}
         is_large = weight_bytes(self._plain) > LARGEST_WEIGHTS
-        if (
-            self._device.verify is True
-            or is_large
-            or sum(x.numpy().nbytes for x in state.values()) > LARGEST_STATE
-        ):
+        if self._device.verify is True or is_large or sum(x.numpy().nbytes for x in state.values()) > LARGEST_STATE:
             return None
         return Sample(_arrays(state), _arrays(self._fixed), self._signature.arrays(feeds))
 
@@ -181,8 +177,7 @@ class Translation:
     def _run(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
         """Return the numbers of a form; put back the state that it replaces in place."""
         reported = {
-            name: np.array(x.numpy() if hasattr(x, "numpy") else x)
-            for name, x in form.call(source, feeds).items()
+            name: np.array(x.numpy() if hasattr(x, "numpy") else x) for name, x in form.call(source, feeds).items()
         }
         written = _arrays(self._buffers.sets[1 - source])
         results = {next_of(name): x for name, x in written.items()} | _arrays(self._fixed)

@@ -38,9 +38,7 @@ def is_of_bfloat16(node: ir.Node) -> bool:
 
 def computes_bfloat16(node: ir.Node) -> bool:
     """Return whether a standard operator computes with bfloat16 numbers, and does not only move them."""
-    return (
-        is_of_bfloat16(node) and not node.domain and node.op_type not in MOVING and not any(subgraphs(node))
-    )
+    return is_of_bfloat16(node) and not node.domain and node.op_type not in MOVING and not any(subgraphs(node))
 
 
 def in_float32(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:

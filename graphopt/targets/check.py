@@ -107,9 +107,7 @@ def _sum(op: Emitter, x: ir.Value) -> ir.Value:
         return y
     dims = [size for size in x.shape or () if isinstance(size, int)]
     if is_static(x) and len(dims) > 1 and math.prod(dims) >= _LARGE:
-        rows = max(
-            (math.prod(dims[:k]) for k in range(1, len(dims))), key=lambda n: min(n, math.prod(dims) // n)
-        )
+        rows = max((math.prod(dims[:k]) for k in range(1, len(dims))), key=lambda n: min(n, math.prod(dims) // n))
         matrix = y if len(dims) == 2 else op.Reshape(y, [rows, -1])
         y = op.MatMul(op.constant(np.ones((1, rows), np.float32)), matrix)
     return op.ReduceSum(y, keepdims=0)

@@ -131,8 +131,7 @@ def is_scan(node: ir.Node) -> bool:
         and len(node.outputs) == len(body.outputs)
         and written >= 0
         and all(
-            len(node.attributes.get_ints(f"scan_{side}_{what}", [0] * many)) == many
-            for (side, many), what in sides
+            len(node.attributes.get_ints(f"scan_{side}_{what}", [0] * many)) == many for (side, many), what in sides
         )
     )
 
@@ -160,16 +159,12 @@ def hoist_weight_gradients(op: Emitter, steps: ScanParts) -> bool:
     The sum equals one product of the stacked a and b: one large Gemm instead of a small Gemm and a sum of weights per
     step. A training step of an LSTM with 512 units and 8 rows takes 42 ms instead of 70.
     """
-    products = {
-        state: gemm for state in steps.states if (gemm := _accumulated_product(steps.body, state)) is not None
-    }
+    products = {state: gemm for state in steps.states if (gemm := _accumulated_product(steps.body, state)) is not None}
     for state, gemm in products.items():
         a, b = (x for x in gemm.inputs if x is not None)
         first, second = steps.sequence_of(a), steps.sequence_of(b)
         second = second or steps.add_output(b, first.direction if first else 0)
-        first = (
-            first if first and first.direction == second.direction else steps.add_output(a, second.direction)
-        )
+        first = first if first and first.direction == second.direction else steps.add_output(a, second.direction)
         sides = (op.Flatten(rows.sequence, axis=2) for rows in (first, second))
         total = like(op.Gemm(*sides, state.start, transA=1), state.last)
         ir.convenience.replace_all_uses_with(state.last, total, replace_graph_outputs=True)
@@ -219,9 +214,7 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
         for user, i in users:
             user.replace_input_with(i, steps.inputs[-1].row)
     for part in [part for part in steps.outputs if part.row in rows]:
-        ir.convenience.replace_all_uses_with(
-            part.sequence, rows[part.row].sequence, replace_graph_outputs=True
-        )
+        ir.convenience.replace_all_uses_with(part.sequence, rows[part.row].sequence, replace_graph_outputs=True)
         steps.outputs.remove(part)
     return len(rows) > taken
 
@@ -230,8 +223,7 @@ def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, Scan
     """Return the scan direction of the rows that a node reads, or None if the node must stay in the body."""
     directions = {rows[x].direction for x in node.inputs if x in rows}
     waits = any(
-        x is not None and x not in rows and x.graph is steps.body and not x.is_initializer()
-        for x in node.inputs
+        x is not None and x not in rows and x.graph is steps.body and not x.is_initializer() for x in node.inputs
     )
     outputs = set(node.outputs)
     bound = not outputs.isdisjoint(state.after for state in steps.states) or any(
@@ -240,9 +232,7 @@ def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, Scan
     return None if waits or bound or len(directions) != 1 else directions.pop()
 
 
-def _combine_row_factors(
-    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]
-) -> None:
+def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]) -> None:
     """Rewrite (v a) b, where a and b are rows, as v (a b), so that a b can be computed for all steps at once."""
     for b, x in itertools.permutations(node.inputs):
         product = None if x is None or x.is_graph_output() or len(x.uses()) != 1 else x.producer()

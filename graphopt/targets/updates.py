@@ -50,9 +50,7 @@ def _is_alone(_: object, g: ir.Value, y: ir.Value | None = None, **values: objec
     return swaps and len(producer_of(g).inputs) == 2 and len(g.uses()) == 1 and not g.is_graph_output()
 
 
-def _is_plain(
-    _: object, state: ir.Value, g: ir.Value, scalar: ir.Value | None = None, **values: ir.Value
-) -> bool:
+def _is_plain(_: object, state: ir.Value, g: ir.Value, scalar: ir.Value | None = None, **values: ir.Value) -> bool:
     """Return whether a product has no factor and the shape of a state, and is multiplied by a scalar, if at all."""
     fits = _is_alone(_, g) and _alpha(g) == 1.0 and (scalar is None or is_number(scalar))
     return fits and state.shape == g.shape

@@ -147,9 +147,7 @@ def prove(
         gradient = gradients[name] = actual.get(gradient_of(name), np.zeros_like(x))
         count = sample if sample is not None else None if x.size <= WHOLE else SAMPLE
         at = chosen(x, count if expected is None else None, outputs.values())
-        slopes = (
-            differences(forward, point, name, seeds, step, at) if expected is None else expected[name][at]
-        )
+        slopes = differences(forward, point, name, seeds, step, at) if expected is None else expected[name][at]
         scale = float(np.nanmax(np.abs(gradient), initial=rounding / tolerance))
         ours = gradient[at] if gradient.shape == x.shape else gradient
         error = distance(ours, slopes, scale)
@@ -158,9 +156,7 @@ def prove(
         compared, total = compared + slopes.size, total + x.size
         steepest = max(steepest, float(np.max(np.abs(slopes), initial=0.0)) - rounding)
     if wrong:
-        raise GraphoptError(
-            f"gradients differ from {oracle_name} by more than {tolerance:g}: {'; '.join(wrong)}"
-        )
+        raise GraphoptError(f"gradients differ from {oracle_name} by more than {tolerance:g}: {'; '.join(wrong)}")
     empty = not total or not any(seed.size for seed in seeds.values())
     flat = empty or not differentiated.graph.outputs
     return Proof(gradients, by, oracle_name, compared, total, steepest <= 0, flat)

@@ -176,9 +176,7 @@ def trains_as_torch(
     import torch
 
     executor = Executor(step, native=False, threads=1)
-    theirs = {
-        name: torch.nn.Parameter(torch.from_numpy(np.array(x))) for name, x in executor.parameters.items()
-    }
+    theirs = {name: torch.nn.Parameter(torch.from_numpy(np.array(x))) for name, x in executor.parameters.items()}
     optimizer = twin(list(theirs.values()))
     for number in range(2 * _STEPS):
         found = executor.step(batch)
@@ -203,9 +201,7 @@ def agrees_with_torch(
     """
     proof = prove(model, inputs, oracle=_torch_oracle(twin, options))
     if proof.oracle != _TORCH:
-        raise GraphoptError(
-            "the twin: expected the outputs of the model, found others, or gradients that are NaN"
-        )
+        raise GraphoptError("the twin: expected the outputs of the model, found others, or gradients that are NaN")
 
 
 _TORCH = "PyTorch"
@@ -214,9 +210,7 @@ _TORCH = "PyTorch"
 def _torch_oracle(twin: Callable[..., Any], options: Mapping[str, Any]) -> Oracle:
     import torch
 
-    def differentiated(
-        model: ir.Model, point: NamedArrays, seeds: NamedArrays
-    ) -> tuple[NamedArrays, NamedArrays]:
+    def differentiated(model: ir.Model, point: NamedArrays, seeds: NamedArrays) -> tuple[NamedArrays, NamedArrays]:
         tensors = {name: torch.tensor(x) for name, x in point.items()}
         floating = [name for name, x in tensors.items() if x.is_floating_point()]
         for name in floating:
@@ -244,14 +238,10 @@ def is_proved(model: Source, inputs: Mapping[str, np.ndarray], **options: Any) -
         inputs: arrays by the names of its inputs.
         options: those of `graphopt.testing.prove`.
     """
-    rough: dict[str, Any] = (
-        {} if options.get("double", True) else {"step": ROUGH_STEP, "tolerance": ROUGH_TOLERANCE}
-    )
+    rough: dict[str, Any] = {} if options.get("double", True) else {"step": ROUGH_STEP, "tolerance": ROUGH_TOLERANCE}
     proof = prove(model, inputs, **rough, **options)
     if proof.vacuous and not proof.by_nature:
-        raise GraphoptError(
-            "gradients: expected some that are not 0 at this point, found none: choose other inputs"
-        )
+        raise GraphoptError("gradients: expected some that are not 0 at this point, found none: choose other inputs")
 
 
 def agrees_alone(model: Source, inputs: Mapping[str, np.ndarray]) -> None:
@@ -343,6 +333,4 @@ def survives_a_file(pipeline: Pipeline, model: Source, step: str, batch: Mapping
             )
     for name, x in first.state.items():
         if not np.array_equal(x, second.state[name]):
-            raise GraphoptError(
-                f"a model saved after {step}: expected the same state {name!r}, found another"
-            )
+            raise GraphoptError(f"a model saved after {step}: expected the same state {name!r}, found another")

@@ -108,9 +108,7 @@ class Scan(_WithBody):
         n = len(args) - count
 
         def ways(name: str, count: int) -> Iterator[tuple[int, slice]]:
-            axes, directions = (
-                attributes.get(f"scan_{name}_{what}") or [0] * count for what in ("axes", "directions")
-            )
+            axes, directions = (attributes.get(f"scan_{name}_{what}") or [0] * count for what in ("axes", "directions"))
             return zip(axes, (slice(None, None, -1 if reverse else 1) for reverse in directions), strict=True)
 
         inputs = zip(args[n:], ways("input", count), strict=True)
@@ -151,9 +149,7 @@ class Loop(_WithBody):
 class ConvTranspose(OpRun):
     """Separate the channels of groups, which the reference mixes, and accept output padding as large as the stride."""
 
-    def _run(
-        self, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, **how: Any
-    ) -> tuple[np.ndarray]:
+    def _run(self, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, **how: Any) -> tuple[np.ndarray]:
         n, sizes, kernel, group = x.ndim - 2, x.shape[2:], w.shape[2:], how["group"]
         strides, dilations = how["strides"] or [1] * n, how["dilations"] or [1] * n
         pads, more = how["pads"] or [0] * 2 * n, how["output_padding"] or [0] * n
@@ -169,9 +165,7 @@ class ConvTranspose(OpRun):
         for tap in np.ndindex(*kernel):
             part = np.einsum("bgc...,gcm->bgm...", grouped, weights[(..., *tap)])
             places = zip(np.multiply(tap, dilations), sizes, strides, strict=True)
-            at: Any = [
-                slice(first, first + (size - 1) * stride + 1, stride) for first, size, stride in places
-            ]
+            at: Any = [slice(first, first + (size - 1) * stride + 1, stride) for first, size, stride in places]
             y[(..., *at)] += part.reshape(*y.shape[:2], *sizes)
         crop: Any = map(slice, begin, begin + out)
         y = y[(..., *crop)]

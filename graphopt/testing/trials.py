@@ -127,9 +127,7 @@ class Trials:
 
     def __str__(self) -> str:
         verdicts = [trial.verdict for trial in self.trials]
-        counts = ", ".join(
-            f"{verdicts.count(verdict)} {verdict}" for verdict in ("passed", "failed", "skipped")
-        )
+        counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("passed", "failed", "skipped"))
         table = "\n".join([self.subject, *map(str, self.trials), counts])
         return f"{table}\n\n{self.program}" if self.failures else table
 
@@ -158,9 +156,7 @@ class _Bench:
         """Return an expression of a thing: the call of its class with the options that are not the defaults."""
         kind = type(thing)
         if is_dataclass(thing) and kind.__name__ not in ("CustomLoss",):
-            given = [
-                f for f in fields(thing) if _default(f) is MISSING or getattr(thing, f.name) != _default(f)
-            ]
+            given = [f for f in fields(thing) if _default(f) is MISSING or getattr(thing, f.name) != _default(f)]
             call = f"{kind.__name__}({', '.join(f'{f.name}={getattr(thing, f.name)!r}' for f in given)})"
             self.names[kind.__name__] = kind
             with contextlib.suppress(Exception):
@@ -249,9 +245,7 @@ class _Bench:
                     exec(made, self.heads[made])
                 exec(body, self.heads[made] | self.names)
         except Exception as error:  # noqa: BLE001 - an author's code raises what it likes
-            said = (
-                line(error) if isinstance(error, GraphoptError) else f"{type(error).__name__}: {line(error)}"
-            )
+            said = line(error) if isinstance(error, GraphoptError) else f"{type(error).__name__}: {line(error)}"
             self.trials.append(Trial(property, case, "failed", said, self.whole(program)))
         else:
             self.trials.append(Trial(property, case, "passed", "", self.whole(program)))
@@ -267,9 +261,7 @@ class _Bench:
         dtype: str = "{}",
     ) -> None:
         """Run a program that reads a training graph and a batch."""
-        self.run(
-            property, case, lambda: self.compiled(case, steps, rows=rows, dtype=dtype), f"properties.{body}"
-        )
+        self.run(property, case, lambda: self.compiled(case, steps, rows=rows, dtype=dtype), f"properties.{body}")
 
     def skip(self, property: str, case: str, reason: str) -> None:
         self.trials.append(Trial(property, case, "skipped", reason))
@@ -291,17 +283,13 @@ class _Bench:
                         source = textwrap.dedent(inspect.getsource(thing))
                         lines.append(f"from dataclasses import dataclass\n\n\n{source}\n")
                         continue
-                lines.append(
-                    f"from {module} import {thing.__name__} as {name}".removesuffix(f" as {thing.__name__}")
-                )
+                lines.append(f"from {module} import {thing.__name__} as {name}".removesuffix(f" as {thing.__name__}"))
             else:
                 lines.append(f"{name} = ...  # {kind_of(thing)}: yours")
         return "\n".join(lines)
 
     def result(self) -> Trials:
-        return Trials(
-            str(self.own) if not inspect.isfunction(self.own) else self.own.__name__, tuple(self.trials)
-        )
+        return Trials(str(self.own) if not inspect.isfunction(self.own) else self.own.__name__, tuple(self.trials))
 
 
 def _default(option: Any) -> object:
@@ -314,9 +302,7 @@ def _target() -> ir.Value:
 
 def _drawn(x: ir.Value, rows: int) -> str:
     """Return an expression of random numbers that an input may have."""
-    sizes = [
-        dim if isinstance(dim, int) else (OPEN if axis else rows) for axis, dim in enumerate(x.shape or ())
-    ]
+    sizes = [dim if isinstance(dim, int) else (OPEN if axis else rows) for axis, dim in enumerate(x.shape or ())]
     shape, labels, dtype = tuple(sizes), labels_of(x), str(dtype_of(x).numpy())
     if labels is not None:
         options = labels.all() if np.isfinite(labels.high) else np.array([0, 1])
@@ -366,9 +352,7 @@ def _own(thing: object, kind: type, call: str, example: str) -> None:
         raise GraphoptError(f"{call}: expected {example}, found {kind_of(thing)}")
 
 
-def _twin(
-    bench: _Bench, twin: Callable[..., Any] | None, case: str, head: Callable[[], str], body: str
-) -> None:
+def _twin(bench: _Bench, twin: Callable[..., Any] | None, case: str, head: Callable[[], str], body: str) -> None:
     """Compare with a function of PyTorch that the author has given."""
     if twin is None:
         bench.skip("PyTorch", case, "no twin given")
@@ -466,11 +450,7 @@ def try_optimizer(
     _types_and_sizes(bench, "mlp", steps)
     others: dict[str, dict[str, str]] = {
         "weight decay": {"optimizer": bench.written(replace(optimizer, weight_decay=0.1))},
-        "groups": {
-            "optimizer": bench.written(
-                replace(optimizer, groups=(passes.Group("*.bias", learning_rate=0.5),))
-            )
-        },
+        "groups": {"optimizer": bench.written(replace(optimizer, groups=(passes.Group("*.bias", learning_rate=0.5),)))},
         "a schedule": {"schedule": "passes.Cosine()"},
         "accumulated gradients": {"accumulate": "passes.Accumulate(2)"},
     }
@@ -527,9 +507,7 @@ def try_pass(
     steps = {**base, place: own}
     for case in ("mlp", "cnn") if model is None else ("mlp",):
         _standard(bench, case, steps, kernels=kernels and case == "mlp")
-        bench.train(
-            f"saved after {place}", case, steps, f"survives_a_file(pipeline, model, {place!r}, batch)"
-        )
+        bench.train(f"saved after {place}", case, steps, f"survives_a_file(pipeline, model, {place!r}, batch)")
     _types_and_sizes(bench, "mlp", steps)
     return bench.result()
 
@@ -594,13 +572,9 @@ def try_gradient(
     names = {schema.name for schema in onnx.defs.get_all_schemas()}
     single = isinstance(operator, str) and operator in names
     if single and (not isinstance(inputs, Sequence) or not inputs):
-        raise GraphoptError(
-            f"try_gradient({operator!r}): expected the arrays of its inputs, found {kind_of(inputs)}"
-        )
+        raise GraphoptError(f"try_gradient({operator!r}): expected the arrays of its inputs, found {kind_of(inputs)}")
     if not single and (rule is not None or attributes):
-        raise GraphoptError(
-            "try_gradient: expected `rules` beside a model, found a rule or attributes: write rules="
-        )
+        raise GraphoptError("try_gradient: expected `rules` beside a model, found a rule or attributes: write rules=")
     if isinstance(inputs, Mapping) or inputs is None:
         arrays = None if inputs is None else dict(inputs)
     else:
@@ -616,12 +590,8 @@ def try_gradient(
         lines.append(f"function = graphopt.load({bench.source(operator)})")
     own = {("", str(operator)): rule} if rule is not None else dict(rules or {})
     if own:
-        lines.append(
-            f"rules = {{{', '.join(f'{key!r}: {bench.function(each)}' for key, each in own.items())}}}"
-        )
-    points = (
-        {"your inputs": 0} if arrays is not None else {f"{rows} rows": rows for rows in (ROWS, *OTHER_ROWS)}
-    )
+        lines.append(f"rules = {{{', '.join(f'{key!r}: {bench.function(each)}' for key, each in own.items())}}}")
+    points = {"your inputs": 0} if arrays is not None else {f"{rows} rows": rows for rows in (ROWS, *OTHER_ROWS)}
     for case, rows in points.items():
         drawn = [f"batch = {bench.batch(load(operator).graph.inputs, rows)}"] if rows else []
         head = "\n".join([*lines, *drawn, ""])

@@ -293,16 +293,12 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         contents = {name: read_file(folder / name, sys.maxsize) for name in names}
         for name, content in contents.items():
             if hashlib.sha256(content).hexdigest() != sums[name]:
-                raise GraphoptError(
-                    f"{folder / name}: damaged: expected the checksum of the manifest, found another"
-                )
+                raise GraphoptError(f"{folder / name}: damaged: expected the checksum of the manifest, found another")
         state = safetensors.numpy.load(contents[_STATE])
         arrays = safetensors.numpy.load(contents[_CALLBACKS]) if _CALLBACKS in contents else {}
         progress = json_of(contents[_PROGRESS], str(folder / _PROGRESS))
         if not isinstance(progress, dict):
-            raise GraphoptError(
-                f"{folder / _PROGRESS}: expected an object in JSON, found {kind_of(progress)}"
-            )
+            raise GraphoptError(f"{folder / _PROGRESS}: expected an object in JSON, found {kind_of(progress)}")
         return Checkpoint(folder, state, arrays, progress)
     except GraphoptError:
         raise
@@ -334,9 +330,7 @@ def find(path: str | os.PathLike[str]) -> Path:
         newest = Checkpoints(place).newest()
         if newest is not None:
             return newest.path
-    raise GraphoptError(
-        f"resume={os.fspath(path)}: expected a checkpoint or a run's folder with one, found none"
-    )
+    raise GraphoptError(f"resume={os.fspath(path)}: expected a checkpoint or a run's folder with one, found none")
 
 
 def _pointer(path: Path) -> str | None:

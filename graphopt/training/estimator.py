@@ -52,9 +52,7 @@ _Self = TypeVar("_Self", bound="Estimator")
 
 PREDICTOR_TYPES = ("float32", "float64")
 CHUNK = 1024  # rows that are predicted at a time
-_SHORT_STEP_OPERATIONS = (
-    3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
-)
+_SHORT_STEP_OPERATIONS = 3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
 _SHORT_FIT_OPERATIONS = (
     2e11  # operations of a training, a few seconds: compiling kernels would take longer than they save
 )
@@ -93,9 +91,7 @@ class Structure:
         if self.is_complete and isinstance(self.model, bytes) and len(self.model) <= _MOST_SHARED_BYTES:
             shared = _shared(self.model, self.steps)
             if is_strict():
-                check_remembered(
-                    "the training graph that estimators share", shared, _compiled(self.model, self.steps)
-                )
+                check_remembered("the training graph that estimators share", shared, _compiled(self.model, self.steps))
             return shared
         return _compiled(self.model, self.steps)
 
@@ -237,9 +233,7 @@ class Estimator(Checked):
     def _trained_structure(self) -> Structure:
         """Return the structure of the last executor."""
         if self._structure is None:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected a fitted estimator, found another: call fit"
-            )
+            raise GraphoptError(f"{type(self).__name__}: expected a fitted estimator, found another: call fit")
         return self._structure
 
     def _running(self, structure: Structure | None = None, *, anew: bool = False) -> Executor:

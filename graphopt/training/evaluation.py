@@ -83,9 +83,7 @@ def check_executor(name: str, executor: object, data: object) -> None:
 def check_batch_size(name: str, size: object) -> None:
     """Raise an error unless a batch size is a whole number of 1 or more."""
     if not isinstance(size, int | np.integer) or size < 1:
-        raise GraphoptError(
-            f"{name}(batch_size={size!r}): expected a whole number of 1 or more, found {size!r}"
-        )
+        raise GraphoptError(f"{name}(batch_size={size!r}): expected a whole number of 1 or more, found {size!r}")
 
 
 @checked()
@@ -165,9 +163,7 @@ def _outputs_of(model: Executor | ir.Model, device: Device | None) -> tuple[dict
     """Return the inputs of a model, and the function that computes its outputs."""
     if isinstance(model, Executor):
         if device is not None:
-            raise GraphoptError(
-                f"device: expected none beside an executor, found {device.name!r}: leave it out"
-            )
+            raise GraphoptError(f"device: expected none beside an executor, found {device.name!r}: leave it out")
         executor = model
         inputs = {name: x for name, x in executor.inputs.items() if role_of(x) is Role.DATA}
         return inputs, lambda batch: {name: np.asarray(y) for name, y in executor.predict(batch).items()}
@@ -225,9 +221,7 @@ class HeldOut:
     ) -> None:
         self._metrics, self.rows = metrics, rows
         self.count: int | None = None  # an iterable does not tell
-        self.table: Mapping[
-            str, np.ndarray
-        ] = {}  # the cells that the rows are made of, with those of other rows
+        self.table: Mapping[str, np.ndarray] = {}  # the cells that the rows are made of, with those of other rows
         self._feeds: Callable[[], Iterable[dict[str, np.ndarray]]]
         if isinstance(batches, Stream):
             self._feeds = lambda: (drawn.arrays for drawn in batches)

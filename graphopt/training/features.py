@@ -37,16 +37,12 @@ class FrozenLayers:
         from passes.parts.features import cut_features
 
         if executor.workers.size > 1:
-            raise GraphoptError(
-                f"cache_features: expected one worker, found {executor.workers.size}: leave it out"
-            )
+            raise GraphoptError(f"cache_features: expected one worker, found {executor.workers.size}: leave it out")
         if Encoders.read(executor.model) is not None:
             raise GraphoptError("cache_features: expected inputs of numbers, found strings: leave it out")
         self._frozen, rest = cut_features(executor.model)
         rates = with_role(rest, Role.HYPERPARAMETER)
-        values = {
-            name_of(x): np.asarray(executor.hyperparameters[name_of(x)], dtype_of(x).numpy()) for x in rates
-        }
+        values = {name_of(x): np.asarray(executor.hyperparameters[name_of(x)], dtype_of(x).numpy()) for x in rates}
         put_initial(rest, {**executor.state, **values})
         changed = {
             field.name: value
@@ -71,9 +67,7 @@ class FrozenLayers:
         lock = self._whole.device_options.machine.lock or threading.Lock()
         cache = _Cache(self._session, batches, outputs, batch_size, lock)
         others = {name: x for name, x in fed.items() if name not in inputs or name in self.executor.inputs}
-        read: dict[str, Any] = {
-            name: fed[name] for name in inputs
-        }  # lazy ones are read where a page shows rows
+        read: dict[str, Any] = {name: fed[name] for name in inputs}  # lazy ones are read where a page shows rows
         return Dataset(
             {**cache.arrays, **others},
             classes=data.classes,
@@ -105,17 +99,12 @@ class _Cache:
         self._session, self._batches, self._size = session, batches, batches.fixed_size or batch_size
         self._lock, self._is_there = lock, np.zeros(len(batches), bool)
         first = self._computed(np.zeros(1, np.int64))
-        self._kept = {
-            name: _room((len(batches), *first[name].shape[1:]), first[name].dtype) for name in names
-        }
+        self._kept = {name: _room((len(batches), *first[name].shape[1:]), first[name].dtype) for name in names}
         self.arrays = {name: _Features(self, name, x.shape, x.dtype) for name, x in self._kept.items()}
 
     def _computed(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         filled = np.resize(rows, self._size) if self._batches.fixed_size else rows
-        return {
-            name: x[: len(rows)]
-            for name, x in self._session.compute_arrays(self._batches.take(filled)).items()
-        }
+        return {name: x[: len(rows)] for name, x in self._session.compute_arrays(self._batches.take(filled)).items()}
 
     def read(self, name: str, rows: np.ndarray) -> np.ndarray:
         with self._lock:

@@ -114,9 +114,7 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
     check_executor("fit", executor, data)
     options = FitOptions(**keywords)
     if "loss" not in executor.reported:
-        raise GraphoptError(
-            "report: expected an executor that reports its loss, found an empty report: leave it out"
-        )
+        raise GraphoptError("report: expected an executor that reports its loss, found an empty report: leave it out")
     metrics_of(executor.inputs, listed(options.metrics))  # raises an error if one is wrong
     if has_rows(data):
         data = _numbered(executor, as_dataset(data, executor.inputs))
@@ -294,9 +292,7 @@ def _check_classes(executor: Executor, data: Dataset) -> None:
         same = (target == target[:1]).all()
         found = (named[int(target.flat[0])] if named else str(target.flat[0])) if same else found
     if found is not None:
-        raise GraphoptError(
-            f"{data.source}: expected a target of two classes or more, found {found!r} in all rows"
-        )
+        raise GraphoptError(f"{data.source}: expected a target of two classes or more, found {found!r} in all rows")
     is_numbered = is_classified and is_of_table and not named
     if is_numbered and isinstance(target, np.ndarray) and target.ndim == 1:
         used = [int(number) for number in np.unique(target) if number >= 0]
@@ -321,9 +317,7 @@ def _numbered(executor: Executor, data: Dataset) -> Dataset:
     return data
 
 
-def _held_out(
-    executor: Executor, validation: object, labels: Sequence[str] | None, options: FitOptions
-) -> HeldOut:
+def _held_out(executor: Executor, validation: object, labels: Sequence[str] | None, options: FitOptions) -> HeldOut:
     """Return other data than the training's to validate on."""
     try:
         if has_rows(validation):

@@ -43,9 +43,7 @@ class After(Enum):
 class TrainingLoop:
     """Run the epochs of a training."""
 
-    def __init__(
-        self, executor: Executor, source: Epochs, held_out: HeldOut | None, options: FitOptions
-    ) -> None:
+    def __init__(self, executor: Executor, source: Epochs, held_out: HeldOut | None, options: FitOptions) -> None:
         self._source, self._held_out, self._options = source, held_out, options
         validation_rows, leads = 0 if held_out is None else held_out.count, executor.workers.leads
         self.run = run = Run(
@@ -57,9 +55,7 @@ class TrainingLoop:
             run.evaluated = functools.partial(held_out.evaluated, executor)
             run.held_out_rows, run.held_out_table = held_out.rows, held_out.table
         run.draw = lambda: map(self._on_device, source.peek(len(run.records) + 1, run.row))
-        self._callbacks = CallbackGroup(
-            [x for x in callbacks_of(options.callbacks) if leads or x.on_every_worker], run
-        )
+        self._callbacks = CallbackGroup([x for x in callbacks_of(options.callbacks) if leads or x.on_every_worker], run)
         self._tell = self._callbacks.tell
         self._checkpoints: Checkpoints | None = None
         if options.checkpoint is not None and leads:
@@ -68,9 +64,7 @@ class TrainingLoop:
             self._checkpoints.prepare(options.resume)
         self._signals = Signals()
         self._mean = Mean()
-        self._identity: dict[
-            str, object
-        ] = {}  # what a checkpoint and the run that continues it have in common
+        self._identity: dict[str, object] = {}  # what a checkpoint and the run that continues it have in common
         self._position: object = None  # of the data
         self._seconds = 0.0  # of this epoch
         self._skipped = 0  # steps that the executor does not count
@@ -100,9 +94,7 @@ class TrainingLoop:
         known = executor.hyperparameters
         executor.set_hyperparameters(
             **{
-                name: np.asarray(value, known[name].dtype)
-                if isinstance(known.get(name), np.ndarray)
-                else value
+                name: np.asarray(value, known[name].dtype) if isinstance(known.get(name), np.ndarray) else value
                 for name, value in progress.hyperparameters.items()
             }
         )
@@ -152,9 +144,7 @@ class TrainingLoop:
         is_cut = after is After.FINISH and run.row != self._source.count
         if is_cut:
             self._save(last=True)  # a run that continues from here has the rest of the epoch before it
-        record = self._record(
-            validates=after is After.FINISH or run.epoch % self._options.validation_every == 0
-        )
+        record = self._record(validates=after is After.FINISH or run.epoch % self._options.validation_every == 0)
         self._tell("on_epoch_end", record)
         run.records.append(record)
         if is_cut:
@@ -178,9 +168,7 @@ class TrainingLoop:
                 self._position = drawn.position
                 values.setdefault("learning_rate", executor.hyperparameters.get("learning_rate"))
                 self._mean.add(rows_of(drawn.arrays), values)
-                self._tell(
-                    "on_step_end", {"epoch": run.epoch, "step": run.step, "rows": drawn.rows, **values}
-                )
+                self._tell("on_step_end", {"epoch": run.epoch, "step": run.step, "rows": drawn.rows, **values})
                 if self._checkpoints is not None and self._checkpoints.is_due(run.step):
                     self._is_due = True
                 if self._is_current() and executor.is_synchronized:

@@ -63,9 +63,7 @@ class ScoredBatch:
                 (self.target == self.spec.labels[1]).astype(np.int64),
             )
             if activation is None:
-                raise GraphoptError(
-                    "metrics: expected a loss of probabilities, found none: leave out ece and brier"
-                )
+                raise GraphoptError("metrics: expected a loss of probabilities, found none: leave out ece and brier")
             p = self.scores.astype(np.float64)
             p = 0.5 * (1 + np.tanh(0.5 * p)) if activation else p
             p = np.stack([1 - p, p], axis=1)
@@ -284,9 +282,7 @@ class Collected(Metric):
             return float(found)
         except (TypeError, ValueError) as error:
             name = getattr(self._function, "__name__", type(self._function).__name__)
-            raise GraphoptError(
-                f"metrics: {name}: expected a number, found {kind_of(found)}: return one"
-            ) from error
+            raise GraphoptError(f"metrics: {name}: expected a number, found {kind_of(found)}: return one") from error
 
 
 def area(scores: np.ndarray, positive: np.ndarray) -> float:
@@ -402,9 +398,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
         name = getattr(wanted, "__name__", type(wanted).__name__)
         check_function(wanted, f"metrics: {name}", ("targets", "predictions"))
         if name in RECORDED:
-            raise GraphoptError(
-                f"metrics: expected a name that records do not have, found {name!r}: rename it"
-            )
+            raise GraphoptError(f"metrics: expected a name that records do not have, found {name!r}: rename it")
         return name, Collected(lambda batch: (batch.target, batch.predicted), wanted, tuple(DEFAULTS))
     chosen: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {wanted: None}
     if len(chosen) != 1:
@@ -427,9 +421,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
 class Metrics:
     """Accumulate batches, and return the metrics of a target: the wanted ones that suit its task, or all that suit."""
 
-    def __init__(
-        self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None, *, by_losses: bool = False
-    ) -> None:
+    def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None, *, by_losses: bool = False) -> None:
         self._spec = spec
         by_losses = by_losses and spec.shift > 0 and not spec.label_smoothing
         self._empty = True
@@ -518,9 +510,7 @@ def listed(wanted: Wanted | Sequence[Wanted] | None) -> Sequence[Wanted] | None:
     if isinstance(wanted, str | Mapping) or callable(wanted):
         return [wanted]
     if wanted is not None and not isinstance(wanted, Sequence):
-        raise GraphoptError(
-            f"metrics: expected names such as 'accuracy', or functions, found {kind_of(wanted)}"
-        )
+        raise GraphoptError(f"metrics: expected names such as 'accuracy', or functions, found {kind_of(wanted)}")
     return wanted
 
 
@@ -538,11 +528,7 @@ def metrics(
         if not any(task in metric.tasks for task in tasks):
             found = " and ".join(tasks) or "no target that a loss compares"
             raise GraphoptError(f"metrics: {name}: expected {' or '.join(metric.tasks)}, found {found}")
-    return {
-        name: (spec.output, Metrics(spec, wanted, by_losses=by_losses))
-        for name, spec in specs.items()
-        if spec
-    }
+    return {name: (spec.output, Metrics(spec, wanted, by_losses=by_losses)) for name, spec in specs.items() if spec}
 
 
 def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:

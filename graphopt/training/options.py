@@ -57,6 +57,4 @@ class FitOptions:
         if self.shuffle not in (True, False, "consecutive"):
             raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {self.shuffle!r}")
         if self.resume is True and self.checkpoint is None:
-            raise GraphoptError(
-                "resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path"
-            )
+            raise GraphoptError("resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path")

@@ -44,9 +44,7 @@ class Progress:
         return {**vars(self), "mean": dataclasses.asdict(self.mean), "hyperparameters": rates}
 
     @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, identity: Mapping[str, object], environment: Mapping[str, object]
-    ) -> Progress:
+    def of(cls, checkpoint: Checkpoint, identity: Mapping[str, object], environment: Mapping[str, object]) -> Progress:
         """Return the progress in a checkpoint, which has no position of the data if it is old.
 
         Warn if the environment is another one.
@@ -65,9 +63,7 @@ class Progress:
                     "training graph"
                 )
             if found != value:
-                raise AnotherRun(
-                    f"{checkpoint.path}: expected {name} {value} as in this run, found {name} {found}"
-                )
+                raise AnotherRun(f"{checkpoint.path}: expected {name} {value} as in this run, found {name} {found}")
         for name, value in environment.items():
             found = progress.environment.get(name)
             if found != value:

@@ -186,9 +186,7 @@ class Rollouts(Checked):
             if role_of(inputs[name]) is not Role.HYPERPARAMETER
         }
 
-    def _rewarded(
-        self, rows: np.ndarray, completions: Sequence[list[int]], vocabulary: Vocabulary
-    ) -> np.ndarray:
+    def _rewarded(self, rows: np.ndarray, completions: Sequence[list[int]], vocabulary: Vocabulary) -> np.ndarray:
         columns = {name: [values[i] for i in rows] for name, values in self._columns.items()}
         prompts = columns.pop("prompt")
         texts = [vocabulary.decode(x[:-1] if x[-1] in vocabulary.ends else x) for x in completions]

@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-ENDING = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
-)
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 Handler = Callable[[int, FrameType | None], None]
 _SECONDS_TO_SECOND = 1.0  # after which a second Ctrl-C interrupts at once
 
@@ -33,9 +31,7 @@ class Signals:
 
 
 @contextlib.contextmanager
-def handling(
-    handler: Handler, chosen: Callable[[signal.Signals, object], bool] = lambda *_: True
-) -> Iterator[None]:
+def handling(handler: Handler, chosen: Callable[[signal.Signals, object], bool] = lambda *_: True) -> Iterator[None]:
     """Handle signals in a `with` block: those whose number and handler so far are chosen. Only the main thread can."""
     with contextlib.ExitStack() as stack:
         for sig in ENDING if _is_main_thread() else ():

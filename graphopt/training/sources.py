@@ -48,14 +48,10 @@ class Epochs(ABC):
     names: Sequence[str] | None = None  # of the features, if the data has them
     row_tokens: float | None = None  # the mean number of tokens of a row of text
     is_lazy = False  # whether rows are read when a batch needs them
-    reads_state = (
-        False  # whether a batch depends on the weights, so that none is drawn before the step that it follows
-    )
+    reads_state = False  # whether a batch depends on the weights, so that none is drawn before the step that it follows
     identity: Mapping[str, object]  # what a checkpoint and the run that continues it have in common
     before = 0  # the number of epochs in earlier calls of `fit`
-    end: Any = (
-        None  # the position after an epoch; None if the number of rows and the option `seed` say enough
-    )
+    end: Any = None  # the position after an epoch; None if the number of rows and the option `seed` say enough
 
     @abstractmethod
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:

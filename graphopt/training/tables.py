@@ -105,9 +105,7 @@ class FittedTable(Checked):
         """
         outputs = self._outputs(table)
         if PROBABILITIES not in outputs:
-            raise GraphoptError(
-                "predict_proba: expected a classifier with probabilities, found another: use predict"
-            )
+            raise GraphoptError("predict_proba: expected a classifier with probabilities, found another: use predict")
         return outputs[PROBABILITIES]
 
     def evaluate(self, table: object, *, metrics: Wanted | Sequence[Wanted] | None = None) -> dict[str, Any]:
@@ -221,9 +219,7 @@ def fit_table(
         data = data.learn(rows)
     known = data.columns
     if known is None:  # `columns` are given, or `auto`
-        raise GraphoptError(
-            "fit_table: expected columns='auto', or a description of columns, found None: leave it out"
-        )
+        raise GraphoptError("fit_table: expected columns='auto', or a description of columns, found None: leave it out")
     several = data.arrays[TARGET].shape[1:] not in ((), (1,))
     source = _network(data, classes, rows, seed) if model is None else load(model)
     known.before(source, data.labels)  # raises an error unless it takes the features
@@ -242,9 +238,7 @@ def fit_table(
     held_out: Any = validation
     if validation is not None and not isinstance(validation, int | float):
         held_out = _read(validation, target, columns=known, labels=data.labels, sample_weight=sample_weight)
-        held_out = (
-            _with_classes(held_out, classes) if data.labels is None and classes is not None else held_out
-        )
+        held_out = _with_classes(held_out, classes) if data.labels is None and classes is not None else held_out
     stopping = [EarlyStopping(patience=patience)] if held_out is not None else []
     chosen = min(_MOST_BATCH, max(_LEAST_BATCH, len(rows) // _BATCHES)) if batch_size is None else batch_size
     records = fit(
@@ -289,9 +283,7 @@ def _read(table: Any, target: str | Sequence[str] | None, **options: Any) -> Dat
     return _READ[reader](str(table), target=target, **options)
 
 
-def _classified(
-    data: Dataset, target: str | Sequence[str], task: _Task | None
-) -> tuple[Dataset, np.ndarray | None]:
+def _classified(data: Dataset, target: str | Sequence[str], task: _Task | None) -> tuple[Dataset, np.ndarray | None]:
     """Return the data with numbers of classes as target, and the classes; None for quantities."""
     y = np.asarray(data.arrays[TARGET])
     if data.labels is not None:
@@ -299,17 +291,13 @@ def _classified(
             raise GraphoptError(f"task: expected numbers to predict, found classes: {some(data.labels)}")
         return data, np.array(data.labels, object)
     different = np.unique(y)
-    are_whole = y.dtype.kind in "iub" or (
-        np.isfinite(different).all() and (different == np.rint(different)).all()
-    )
+    are_whole = y.dtype.kind in "iub" or (np.isfinite(different).all() and (different == np.rint(different)).all())
     if y.ndim > 1 and y.shape[1] > 1:
         is_binary = are_whole and {*different.tolist()} <= {0, 1}
         if is_binary and task is None:
             raise _unsure(target, different)
         if task == "classification" and not is_binary:
-            raise GraphoptError(
-                f"target: expected columns of 0 and 1, found {some([*map(cell_text, different)])}"
-            )
+            raise GraphoptError(f"target: expected columns of 0 and 1, found {some([*map(cell_text, different)])}")
         return data, np.arange(y.shape[1]) if task == "classification" else None
     if task is None and are_whole and 2 < len(different) <= _FEW_NUMBERS:
         raise _unsure(target, different)

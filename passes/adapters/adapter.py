@@ -147,11 +147,7 @@ class Adapter(Pass):
             weight: targets
             for weight, targets in groups.items()
             if not any(target.matches(self.leave_out) for target in targets)
-            and (
-                any(target.matches(self.pattern) for target in targets)
-                if self.pattern
-                else weight not in left
-            )
+            and (any(target.matches(self.pattern) for target in targets) if self.pattern else weight not in left)
             and (self.pattern or (targets[0].kind != "embedding" and self.fits(targets[0])))
         }
         for name in ("pattern", "leave_out"):
@@ -173,9 +169,7 @@ class Adapter(Pass):
         patterns = [self.pattern] if isinstance(self.pattern, str) else self.pattern or []
         return name_of(weight) in patterns
 
-    def _check_pattern(
-        self, field_name: str, model: ir.Model, groups: Mapping[ir.Value, list[AdapterTarget]]
-    ) -> None:
+    def _check_pattern(self, field_name: str, model: ir.Model, groups: Mapping[ir.Value, list[AdapterTarget]]) -> None:
         """Raise an error if one of the patterns of a field matches no weight that an adapter can change."""
         given = getattr(self, field_name)
         if given is not None and not given and not isinstance(given, str):
@@ -201,9 +195,7 @@ class Adapter(Pass):
     def _adapt(self, model: ir.Model, targets: Sequence[AdapterTarget]) -> None:
         """Add the adapters of a weight, and their terms wherever a node reads it."""
         parts = [(name, columns) for name, columns in self._columns(targets[0]) if not name.startswith("_")]
-        added = {
-            name: self._values(model, replace(targets[0], columns=columns), name) for name, columns in parts
-        }
+        added = {name: self._values(model, replace(targets[0], columns=columns), name) for name, columns in parts}
         with Emitter(model) as op:
             for target in targets:
                 uses, terms, whole = target.uses, [], target.laid_out(op)
@@ -224,9 +216,7 @@ class Adapter(Pass):
         sizes = self.parts
         if not isinstance(sizes, Mapping):
             sizes = {name if name != "_" else f"_{i}": outputs // len(sizes) for i, name in enumerate(sizes)}
-        wrong = next(
-            (x for x in sizes.values() if not isinstance(x, int) or isinstance(x, bool) or x < 1), None
-        )
+        wrong = next((x for x in sizes.values() if not isinstance(x, int) or isinstance(x, bool) or x < 1), None)
         if wrong is not None:
             raise GraphoptError(
                 f"{type(self).__name__}: parts={self.parts!r}: expected numbers of outputs, found {wrong!r}"
@@ -263,9 +253,7 @@ class Adapter(Pass):
         return values
 
 
-def _initial(
-    adapter: Adapter, target: AdapterTarget, generator: np.random.Generator
-) -> Mapping[str, np.ndarray]:
+def _initial(adapter: Adapter, target: AdapterTarget, generator: np.random.Generator) -> Mapping[str, np.ndarray]:
     """Return the initial values that `initial` has returned."""
     found, where = ask(adapter, "initial", target, generator), name_of_method(adapter, "initial")
     due = "arrays of floating-point numbers by the suffixes of their names, at least one"
@@ -295,9 +283,7 @@ def _zeros(op: Emitter, target: AdapterTarget) -> ir.Value:
     return op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(target.y)))
 
 
-def _place(
-    model: ir.Model, target: AdapterTarget, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]
-) -> None:
+def _place(model: ir.Model, target: AdapterTarget, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
     """Make the readers of a target's output read the changed one."""
     y = target.y
     InferenceForm(same_as=0, merged=True).write(changed)
@@ -354,15 +340,11 @@ def _embeddings(groups: Mapping[ir.Value, Sequence[AdapterTarget]]) -> list[ir.V
     return [weight for weight, targets in groups.items() if any(x.kind == "embedding" for x in targets)]
 
 
-def _tell_share(
-    model: ir.Model, chosen: Collection[ir.Value], left: Collection[ir.Value], least: float = 0.01
-) -> None:
+def _tell_share(model: ir.Model, chosen: Collection[ir.Value], left: Collection[ir.Value], least: float = 0.01) -> None:
     """Warn of weights that products read in ways that no adapter can change, if they are a large share of all."""
     weights = [x for x in model.graph.initializers.values() if x.shape is not None and len(x.shape) > 1]
     sizes = {
-        x: math.prod(ir.Shape(dims_of(x)).numpy())
-        for x in weights
-        if x in chosen or (x not in left and _multiplies(x))
+        x: math.prod(ir.Shape(dims_of(x)).numpy()) for x in weights if x in chosen or (x not in left and _multiplies(x))
     }
     without = [x for x in sizes if x not in chosen]
     names = some([*map(name_of, without)])

@@ -128,9 +128,7 @@ class Head(Pass):
         moves = target.source.moves
         if self.grow:
             self._keep(numbers, _stored(target.source.weight, moves) * self.scale, target.own_axis)
-        if all(
-            how == "transpose" for how, _ in moves
-        ):  # the new weight has the layout of the one in the file
+        if all(how == "transpose" for how, _ in moves):  # the new weight has the layout of the one in the file
             read = target.source.weight
             numbers = moved(numbers, inverse(moves, read.shape.numpy()))  # type: ignore[union-attr]
         following, before = _following(target.node), ancestors([target.w])
@@ -210,9 +208,7 @@ def _stored(value: ir.Value, moves: Moves = ()) -> np.ndarray:
     """Return the numbers of a weight or a bias in the file, as the product reads them."""
     numbers = constant_of(value)
     if numbers is None:
-        raise GraphoptError(
-            f"Head(grow=True): expected numbers in the file, found that {value.name!r} is computed"
-        )
+        raise GraphoptError(f"Head(grow=True): expected numbers in the file, found that {value.name!r} is computed")
     return moved(numbers, moves)
 
 

@@ -41,9 +41,7 @@ class Given:
     arrays: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
 
 
-def given_by(
-    model: ir.Model, path: str | os.PathLike[str], names: Names, leave_out: Pattern = None
-) -> list[Given]:
+def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names, leave_out: Pattern = None) -> list[Given]:
     """Return what a folder of peft or an adapter file gives to the weights of a model.
 
     Modules that trained in full are set in the model.
@@ -70,9 +68,7 @@ def _of_folder(
     modules = {path: module for path, module in modules.items() if not matches(path, leave_out)}
     saved = {x: array for x, array in adapter.saved.items() if not matches(x.rpartition(".")[0], leave_out)}
     owners = {path: name for name in known for path, _ in naming.modules_of(name) if path} | stacked
-    owners |= {
-        name.removesuffix(".in_proj_weight"): name for name in known if name.endswith(".in_proj_weight")
-    }
+    owners |= {name.removesuffix(".in_proj_weight"): name for name in known if name.endswith(".in_proj_weight")}
     if not owners and known:
         raise naming.refusal(next(iter(known)))
     sizes = part_sizes({name: target.source.weight for name, target in known.items()}, naming)
@@ -140,15 +136,12 @@ def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module]
     if len(modules) == len(parts) > 1 and len({id(module.a) for module in modules.values()}) == 1:
         first, *_ = own = [modules[path] for path, _ in parts]  # one adapter of a packed weight
         norms = (
-            None
-            if first.magnitude is None
-            else np.concatenate([x.magnitude for x in own if x.magnitude is not None])
+            None if first.magnitude is None else np.concatenate([x.magnitude for x in own if x.magnitude is not None])
         )
         modules = {target.name: replace(first, b=np.concatenate([x.b for x in own]), magnitude=norms)}
         parts = [(target.name, None)]
     stabilized, dora = (
-        all(x)
-        for x in zip(*((m.rank_stabilized, m.magnitude is not None) for m in modules.values()), strict=True)
+        all(x) for x in zip(*((m.rank_stabilized, m.magnitude is not None) for m in modules.values()), strict=True)
     )
     rank = max(module.rank for module in modules.values())
     scale = next(iter(modules.values())).scale
@@ -159,17 +152,13 @@ def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module]
         return Given(name_of(target.source.weight), rank, scale, stabilized, dora, (), {"": arrays})
     sizes = [(path, len(modules[path].b) if path in modules else size) for path, size in parts]
     ends = widths_of(target.name, sizes, target.outputs, widths(target.source.weight))
-    labels = [
-        path.rpartition(".")[2] if path in modules else f"_{path.rpartition('.')[2]}" for path, _ in parts
-    ]
+    labels = [path.rpartition(".")[2] if path in modules else f"_{path.rpartition('.')[2]}" for path, _ in parts]
     values = {
         label: _in_graph(place, target, modules[path], rank, scale, size)
         for label, (path, _), size in zip(labels, parts, ends, strict=True)
         if path in modules
     }
-    return Given(
-        name_of(target.source.weight), rank, scale, False, dora, tuple(zip(labels, ends, strict=True)), values
-    )
+    return Given(name_of(target.source.weight), rank, scale, False, dora, tuple(zip(labels, ends, strict=True)), values)
 
 
 def _in_graph(
@@ -279,9 +268,7 @@ def _of_slots(
     return Given(weight, rank, 1.0, dora=True, arrays={"": [a, b, factor * norms]})
 
 
-def _set_saved(
-    model: ir.Model, place: str, saved: Mapping[str, np.ndarray], naming: Naming
-) -> dict[str, str]:
+def _set_saved(model: ir.Model, place: str, saved: Mapping[str, np.ndarray], naming: Naming) -> dict[str, str]:
     """Set the weights of modules that trained in full, and return their names in the file by those in the folder."""
     numbers = {name: x for name, x in saved.items() if not name.endswith(_COUNT)}
     known = {parameter_of(x, naming): x for x in model.graph.initializers.values() if is_floating(x)}
@@ -300,11 +287,7 @@ def set_value(value: ir.Value, array: np.ndarray, where: str) -> None:
     """Set an initializer to numbers of its shape; errors begin with `where`."""
     shape = ir.Shape(dims_of(value)).numpy()
     if array.size != np.prod(shape, dtype=int) or (array.ndim > 1 and array.shape != tuple(shape)):
-        raise GraphoptError(
-            f"{where}: expected shape {[*shape]}, that of {value.name!r}, found {list(array.shape)}"
-        )
+        raise GraphoptError(f"{where}: expected shape {[*shape]}, that of {value.name!r}, found {list(array.shape)}")
     if not np.isfinite(array).all():
-        raise GraphoptError(
-            f"{where}: {value.name!r}: expected finite numbers, found others: train the adapter anew"
-        )
+        raise GraphoptError(f"{where}: {value.name!r}: expected finite numbers, found others: train the adapter anew")
     value.const_value = ir.tensor(array.reshape(shape).astype(dtype_of(value).numpy()), name=value.name)

@@ -93,17 +93,13 @@ class GradientSource(Pass):
         dequantize_late(model)
 
 
-def _reached(
-    model: ir.Model, parameters: Sequence[ir.Value], gradients: Container[ir.Value]
-) -> list[ir.Value]:
+def _reached(model: ir.Model, parameters: Sequence[ir.Value], gradients: Container[ir.Value]) -> list[ir.Value]:
     """Freeze the parameters of outputs on which the loss does not depend, with a warning, and return the others."""
     missing = [parameter for parameter in parameters if parameter not in gradients]
     stopped = [parameter for parameter in missing if dead_ends(parameter)]
     if stopped or len(missing) == len(parameters):
         wrong = some(list(map(lost, stopped or missing)))
-        raise GraphoptError(
-            f"the loss does not depend on {wrong}: freeze them, or compare another output by a loss"
-        )
+        raise GraphoptError(f"the loss does not depend on {wrong}: freeze them, or compare another output by a loss")
     for parameter in missing:
         state.demote(model, parameter)
         UNTRAINED.set(parameter)

@@ -86,9 +86,7 @@ class Product:
         """Return whether the norm is cheaper than the gradient."""
         places, rows, columns = dims_of(self.a)[-2], dims_of(self.a)[-1], dims_of(self.b)[-1]
         known = [size for size in (places, rows, columns) if isinstance(size, int)]
-        return (
-            len(known) < 3 or 2 * known[0] ** 2 < known[1] * known[2] or (places == 1 and rank(self.a) == 3)
-        )
+        return len(known) < 3 or 2 * known[0] ** 2 < known[1] * known[2] or (places == 1 and rank(self.a) == 3)
 
     def squared_norm(self, op: Emitter) -> ir.Value:
         if dims_of(self.a)[-2] == 1 and rank(self.a) == 3:
@@ -152,9 +150,7 @@ class Site:
             order = [axis, *(i for i in range(rank(x)) if i != axis)]
             y = op.Unsqueeze(op.Transpose(x, perm=order) if axis else x, [axis + 1])
         else:
-            shape = op.Concat(
-                op.shape_of(model, 0, axis), self.n, [length], op.shape_of(model, axis + 1), axis=0
-            )
+            shape = op.Concat(op.shape_of(model, 0, axis), self.n, [length], op.shape_of(model, axis + 1), axis=0)
             shape = shape if axis else op.Concat(self.n, [length], op.shape_of(model, 1), axis=0)
             y = op.Reshape(x, shape)
             order = [axis, *(i for i in range(rank(x) + 1) if i != axis)]
@@ -162,9 +158,7 @@ class Site:
         y.shape = ir.Shape([None, *before, length, *after])
         return y
 
-    def matrix(
-        self, op: Emitter, x: ir.Value, model: ir.Value | None = None, columns: bool = False
-    ) -> ir.Value:
+    def matrix(self, op: Emitter, x: ir.Value, model: ir.Value | None = None, columns: bool = False) -> ir.Value:
         """Emit `x` [..., i], or [..., i, T] with `columns`, as [n, T, i], for a sum over all places T of a row."""
         y = self.opened(op, x, model)
         if columns:
@@ -175,18 +169,12 @@ class Site:
         flat.shape = ir.Shape([None, places if all(isinstance(n, int) for n in sizes) else None, last])
         return flat
 
-    def summed(
-        self, op: Emitter, terms: ir.Value, model: ir.Value, dims: Iterable[int | ir.SymbolicDim]
-    ) -> Known:
+    def summed(self, op: Emitter, terms: ir.Value, model: ir.Value, dims: Iterable[int | ir.SymbolicDim]) -> Known:
         """Sum terms in the shape of `model` over the places of a row along which an operand of `dims` is repeated."""
         y = self.opened(op, terms, model)
         dims = list(dims)
         aligned = [1] * (rank(y) - 1 - len(dims)) + dims
-        axes = [
-            i + 1
-            for i, (size, own) in enumerate(zip(aligned, dims_of(y)[1:], strict=True))
-            if size == 1 != own
-        ]
+        axes = [i + 1 for i, (size, own) in enumerate(zip(aligned, dims_of(y)[1:], strict=True)) if size == 1 != own]
         y = op.ReduceSum(y, axes, keepdims=1) if axes else y
         return Known(op.Reshape(y, op.Concat([0], op.shape_of(self.operand), axis=0)))
 
@@ -251,9 +239,7 @@ def _conv(op: Emitter, site: Site, *, group: int) -> Form | None:
         attributes = {**dict(node.attributes), "group": channels}
         x = op.Conv(x, op.constant(kernels, like=x), **attributes)
     sizes = dims_of(dy)[2:]
-    length = (
-        math.prod(n for n in sizes if isinstance(n, int)) if all(isinstance(n, int) for n in sizes) else None
-    )
+    length = math.prod(n for n in sizes if isinstance(n, int)) if all(isinstance(n, int) for n in sizes) else None
     parts = []
     for value, count in ((dy, dims_of(w)[0]), (x, channels * places)):
         part = _swapped(op, op.Reshape(value, [0, group, count // group, -1]))
@@ -371,19 +357,13 @@ class Examples:
         self._chain = [node for node in path if not any(map(self.rows.has, node.outputs))]
         of_weights = {*self.parameters, *(y for node in self._chain for y in node.outputs)}
         at = [
-            (node, i)
-            for node in path
-            if node not in self._chain
-            for i, x in enumerate(node.inputs)
-            if x in of_weights
+            (node, i) for node in path if node not in self._chain for i, x in enumerate(node.inputs) if x in of_weights
         ]
         # Penalties, and the factors of several losses.
         inner = {node for y in self.parts for node in (given(y).producer(),)} | {
             node for node in path if any(map(self.rows.has, node.outputs))
         }
-        rest = [
-            node for node in between(self.graph, [loss], [*self.parameters, *self.parts]) if node not in inner
-        ]
+        rest = [node for node in between(self.graph, [loss], [*self.parameters, *self.parts]) if node not in inner]
         seed = op.constant(1.0, like=loss) if seed is None else seed
         if loss in self.parts:
             seeds, self.of_penalty = {loss: seed}, {}
@@ -454,9 +434,7 @@ class Examples:
         form = None
         if function is not None:
             attributes = full_attributes(node, self.op.versions)
-            form = function(
-                self.op, site, **{name: attributes[name] for name in _TAKEN.get(node.op_type, ())}
-            )
+            form = function(self.op, site, **{name: attributes[name] for name in _TAKEN.get(node.op_type, ())})
         elif is_in(node, WITH_LOCAL_DERIVATIVES):
             form = _elementwise(self.op, site)
         if form is None and not self.scan:
@@ -472,13 +450,9 @@ class Examples:
         own = [x for x in dict.fromkeys(node.inputs) if x is not None and self.rows.has(x)]
         outputs = [y for y, dy in zip(node.outputs, site.dys, strict=True) if dy is not None]
         sequences = [site.opened(op, x) for x in own]
-        sequences += [
-            site.opened(op, given(dy), y) for y, dy in zip(node.outputs, site.dys, strict=True) if dy
-        ]
+        sequences += [site.opened(op, given(dy), y) for y, dy in zip(node.outputs, site.dys, strict=True) if dy]
 
-        def turn(
-            op: Emitter, _: list[ir.Value], slices: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def turn(op: Emitter, _: list[ir.Value], slices: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             read = dict(zip(own, slices, strict=False))
             made = [ir.Value() for _ in node.outputs]
             inputs = [x and read.get(x, x) for x in node.inputs]
@@ -581,9 +555,7 @@ class Examples:
                 if (dy := self._dys.get(y)) is not None:
                     factor = self._placed(weights, y)
                     seeds[y] = like(
-                        op.Where(
-                            op.Greater(factor, 0.0), dy * op.cast(factor, dy.dtype), op.constant(0.0, like=dy)
-                        ),
+                        op.Where(op.Greater(factor, 0.0), dy * op.cast(factor, dy.dtype), op.constant(0.0, like=dy)),
                         y,
                     )
             view = _view([*self._chain, node], op)

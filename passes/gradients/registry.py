@@ -222,9 +222,7 @@ def refused(reason: str, *op_types: str, domain: str = "") -> None:
     """Declare operators that block gradients. The error contains `reason`, which says what to do instead."""
     for op_type in op_types:
         if REFUSED.setdefault((domain, op_type), reason) != reason:
-            raise GraphoptError(
-                f"{op_type}: expected one reason for which it is refused, found a second: {reason}"
-            )
+            raise GraphoptError(f"{op_type}: expected one reason for which it is refused, found a second: {reason}")
 
 
 def carries(node: Node, index: int) -> bool:
@@ -246,9 +244,7 @@ def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Param
 
 
 def _chain(locals_: tuple[Local, ...]) -> Rule:
-    def chained(
-        op: Emitter, dy: Value, *inputs: Value, y: Value, active: Active, **attributes: object
-    ) -> Gradients:
+    def chained(op: Emitter, dy: Value, *inputs: Value, y: Value, active: Active, **attributes: object) -> Gradients:
         return [
             _scale(dy, local(op, *inputs, y, **accepted(local, attributes))) if x in active else None
             for x, local in zip(inputs, locals_, strict=False)

@@ -63,11 +63,6 @@ def _parts(x: ir.Value, axis: int) -> list[ir.Value]:
     """Return what a Concat along an axis joins, if it joins few values; any other value itself."""
     node = x.producer()
     is_concat = node is not None and node.op_type == "Concat" and not node.domain
-    if (
-        node is None
-        or not is_concat
-        or len(node.inputs) >= _MOST_JOINED
-        or node.attributes.get_int("axis", 0) != axis
-    ):
+    if node is None or not is_concat or len(node.inputs) >= _MOST_JOINED or node.attributes.get_int("axis", 0) != axis:
         return [x]
     return [part for part in node.inputs if part is not None]

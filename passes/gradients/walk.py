@@ -108,9 +108,7 @@ def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Grad
     named = {**attributes, "y": node.outputs[0], "node": node, "active": active}
     if "dys" in parameters_of(function):
         pairs = zip(dys, node.outputs, strict=True)
-        named["dys"] = dys = [
-            zeros(op, y) if dy is None and y.name and is_floating(y) else dy for dy, y in pairs
-        ]
+        named["dys"] = dys = [zeros(op, y) if dy is None and y.name and is_floating(y) else dy for dy, y in pairs]
     elif "further" in parameters_of(function):
         named["further"] = dys[1:]
     elif any(dy is not None for dy in dys[1:]):
@@ -280,9 +278,7 @@ def _sum_to_dynamic(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     return op.Reshape(summed, want)
 
 
-def between(
-    graph: ir.Graph | ir.GraphView, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]
-) -> list[ir.Node]:
+def between(graph: ir.Graph | ir.GraphView, seeds: Iterable[ir.Value], wrt: Iterable[ir.Value]) -> list[ir.Node]:
     """Return the nodes on differentiable paths from `wrt` to `seeds`, in graph order."""
     forward = set(wrt)
     ahead = []
@@ -329,9 +325,7 @@ def expansion(*op_types: str) -> Callable[[Callable[..., Sequence[ir.Value]]], R
             part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
             pairs = zip(outputs, [dy, *further], strict=False)
             # The gradient of integers has the type of what reads them, which may differ from that of the numbers.
-            seeds = {
-                y: like(op.Identity(op.cast(dy, y.dtype or dy.dtype)), y) for y, dy in pairs if dy is not None
-            }
+            seeds = {y: like(op.Identity(op.cast(dy, y.dtype or dy.dtype)), y) for y, dy in pairs if dy is not None}
             wrt = [x for x in dict.fromkeys(inputs) if x in active and is_floating(x)]
             gradients = backward(op, part, seeds, wrt)
             return [gradients.pop(x, None) for x in inputs]

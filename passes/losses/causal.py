@@ -121,18 +121,14 @@ class CausalLanguageModel(Loss):
         if self.packed and isinstance(prediction.graph, ir.Graph):
             keep_apart(op, prediction.graph, self._tokens(prediction.graph), masks[-1])
             prediction.graph.sort()
-        losses = losses_of_tokens(
-            op, prediction, label, self.label_smoothing, self.blocks, type(self).__name__
-        )
+        losses = losses_of_tokens(op, prediction, label, self.label_smoothing, self.blocks, type(self).__name__)
         losses = op.Where(counts, losses, op.constant(0.0, like=losses))
         if self.reduction == "none":  # the mean of a row is over its tokens that count
             counts = op.Cast(counts, to=losses.dtype)
             losses = losses / op.Max(op.ReduceMean(counts, [1]), float(np.finfo(np.float32).tiny))
         return losses
 
-    def weight(
-        self, op: Emitter, prediction: ir.Value, target: ir.Value, *masks: ir.Value
-    ) -> ir.Value | None:
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value, *masks: ir.Value) -> ir.Value | None:
         counts = op.Not(op.Equal(self._following(op, target, *masks), self.ignore_index))
         return op.Cast(counts, to=prediction.dtype)
 

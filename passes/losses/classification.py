@@ -65,9 +65,7 @@ class BinaryCrossEntropy(Loss):
     """
 
     from_logits: bool = True
-    class_weights: tuple[float, ...] | Literal["balanced"] | None = within(
-        "[0, inf)", None, choices=("balanced",)
-    )
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = within("[0, inf)", None, choices=("balanced",))
 
     task = "binary"
 
@@ -98,9 +96,7 @@ class BinaryCrossEntropy(Loss):
         w0, w1 = self._weights()
         return -(_times(w1, target) * log_p + _times(w0, 1 - target) * log_rest)
 
-    def weight(
-        self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value
-    ) -> ir.Value | None:
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value) -> ir.Value | None:
         if self.class_weights is None:
             return None
         w0, w1 = self._weights()
@@ -167,9 +163,7 @@ class CrossEntropy(_OverClasses):
 
     target_probabilities: bool = False
     label_smoothing: float = within("[0, 1]", 0.0)
-    class_weights: tuple[float, ...] | Literal["balanced"] | None = within(
-        "[0, inf)", None, choices=("balanced",)
-    )
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = within("[0, inf)", None, choices=("balanced",))
     ignore_index: int | None = None
     blocks: int | Literal["auto"] | None = within("[1, inf)", None, whole=True, choices=("auto",))
 
@@ -227,9 +221,7 @@ class CrossEntropy(_OverClasses):
         powers = np.exp(prediction - prediction.max(self.axis, keepdims=True))
         return powers / powers.sum(self.axis, keepdims=True)
 
-    def weight(
-        self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value
-    ) -> ir.Value | None:
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value) -> ir.Value | None:
         if self.target_probabilities or (self.class_weights is None and self.ignore_index is None):
             return None
         if self.blocks is not None and (counts := self._counts(op, target)) is not None:
@@ -395,9 +387,7 @@ class CTC(Loss):
             shapes[target_name.replace("target", "input_lengths", 1)] = ir.Shape([rows])
         return [new_input(model, name, ir.DataType.INT64, shape) for name, shape in shapes.items()]
 
-    def compare(
-        self, op: Emitter, prediction: ir.Value, target: ir.Value, lengths: ir.Value | None = None
-    ) -> ir.Value:
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value, lengths: ir.Value | None = None) -> ir.Value:
         scores = _log_probabilities(op, prediction, self.from_logits, self.axis)
         scores = op.Transpose(
             op.cast(scores, wide_type(prediction)), perm=[self.time_axis % 3, self.row_axis, self.axis % 3]
@@ -446,9 +436,7 @@ class CTC(Loss):
         barred = _barred(op, barred, like)  # a path skips the blank between different labels
         wall = op.Expand(op.constant([[IMPOSSIBLE]], like=like), column)
 
-        def step(
-            op: Emitter, carried: list[ir.Value], slices: list[ir.Value]
-        ) -> tuple[list[ir.Value], list[ir.Value]]:
+        def step(op: Emitter, carried: list[ir.Value], slices: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
             alpha, (emitted, *running) = carried[0], slices
             from_one = _moved(op, alpha, wall)
             from_two = _moved(op, from_one, wall) + barred
@@ -487,18 +475,12 @@ def _times(factor: float, value: ir.Value) -> ir.Value:
     return value if factor == 1 else factor * value
 
 
-def _logits(
-    prediction: ir.Value, activation: str, from_logits: bool, axis: int | None = None
-) -> ir.Value | None:
+def _logits(prediction: ir.Value, activation: str, from_logits: bool, axis: int | None = None) -> ir.Value | None:
     """Return the logits from which a prediction is computed, or None if the graph does not show them."""
     node = prediction.producer()
     if node is not None and (node.domain, node.op_type) != ("", activation):
         node = None
-    if (
-        node is not None
-        and axis is not None
-        and (node.attributes.get_int("axis", -1) - axis) % rank(prediction)
-    ):
+    if node is not None and axis is not None and (node.attributes.get_int("axis", -1) - axis) % rank(prediction):
         node = None
     if from_logits:
         found = activation_behind(prediction)
@@ -519,9 +501,7 @@ def activation_behind(x: ir.Value | None) -> str | None:
             return node.op_type
         if node.op_type == "Div" and _is_sum(node.inputs[1], node.inputs[0]):
             return "a division by its own sum"
-        is_share = node.op_type == "Concat" or (
-            node.op_type == "Sub" and constant_number(node.inputs[0]) == 1
-        )
+        is_share = node.op_type == "Concat" or (node.op_type == "Sub" and constant_number(node.inputs[0]) == 1)
         x = node.inputs[-1] if is_share else None
     return None
 

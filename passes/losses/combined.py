@@ -127,9 +127,7 @@ class Losses(Pass):
                 term = term * self.weights.get(output, 1.0)
                 total = term if total is None else total + term
             if total is None:
-                raise GraphoptError(
-                    "losses: expected at least one loss, found none: name a loss for an output"
-                )
+                raise GraphoptError("losses: expected at least one loss, found none: name a loss for an output")
             report_loss(model, op, total)
             model.graph.outputs.extend(set_role(value, Role.METRIC) for value in reported)
 

@@ -69,9 +69,7 @@ class CompletionLoss(PairLoss):
             reference: list[ir.Value] = []
             if part is not None:
                 share_weights(model, part)
-                (logits,) = put_in(
-                    model, part, {name: stacked.get(x, x) for x, name in names.items()}, _REFERENCE
-                )
+                (logits,) = put_in(model, part, {name: stacked.get(x, x) for x, name in names.items()}, _REFERENCE)
                 reference = self._split_scores(op, causal, logits, given)[: 1 + len(others)]
             elif self._reference == "inputs":
                 dtype, shape = dtype_of(policy[0]), ir.Shape(dims_of(policy[0]))

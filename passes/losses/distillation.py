@@ -126,9 +126,7 @@ class Distillation(Loss):
         soft = soft if weight is None else soft * weight
         return soft + (1 - self.alpha) * self._hard.compare(op, prediction, *operands)
 
-    def weight(
-        self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value
-    ) -> ir.Value | None:
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value) -> ir.Value | None:
         return self._hard.weight(op, prediction, *others) if others else None
 
     def rows_of(self, prediction: ir.Value, operands: Sequence[ir.Value]) -> ir.Value:

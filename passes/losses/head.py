@@ -102,9 +102,7 @@ def _keeps_last(node: ir.Node) -> bool:
     if node.op_type == "Gather":
         is_second = node.attributes.get_int("axis", 0) == 1
     else:
-        is_second = (
-            node.op_type == "Slice" and len(places) == 3 and places[2] is not None and [*places[2]] == [1]
-        )
+        is_second = node.op_type == "Slice" and len(places) == 3 and places[2] is not None and [*places[2]] == [1]
     return is_second and places[0] is not None and [*places[0].ravel()] == [-1]
 
 
@@ -176,9 +174,7 @@ def losses_of_tokens(
     return op.cast(losses, prediction.dtype)
 
 
-def losses_in_blocks(
-    op: Emitter, head: TokenHead, label: ir.Value, smoothing: float, blocks: int | None
-) -> ir.Value:
+def losses_in_blocks(op: Emitter, head: TokenHead, label: ir.Value, smoothing: float, blocks: int | None) -> ir.Value:
     """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
 
     Args:
@@ -235,8 +231,7 @@ def _copied(op: Emitter, head: TokenHead, hidden: Sequence[ir.Value]) -> ir.Valu
             continue
         if node.op_type in ELEMENTWISE_OPERATORS:
             inputs = [
-                op.Reshape(x, [-1]) if x is not None and x not in copies.values() and rank(x) > 1 else x
-                for x in inputs
+                op.Reshape(x, [-1]) if x is not None and x not in copies.values() and rank(x) > 1 else x for x in inputs
             ]
         turned = inputs[1].producer() if node.op_type == "MatMul" and inputs[1] is not None else None
         if turned is not None and turned.op_type == "Transpose" and constant_of(inputs[1]) is None:

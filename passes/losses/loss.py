@@ -149,9 +149,7 @@ class Loss(Pass):
         _spec(self, prediction).write(target)
         return [target]
 
-    def weight(
-        self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value
-    ) -> ir.Value | None:
+    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value) -> ir.Value | None:
         """Emit the weight of each element in the mean, in the shape of `compare`'s result; None means equal weights."""
         return None
 
@@ -194,9 +192,7 @@ class Loss(Pass):
         return prediction
 
 
-def new_input(
-    model: ir.Model, name: str, dtype: ir.DataType, shape: ir.Shape, role: Role = Role.TARGET
-) -> ir.Value:
+def new_input(model: ir.Model, name: str, dtype: ir.DataType, shape: ir.Shape, role: Role = Role.TARGET) -> ir.Value:
     """Add an input to the graph."""
     state.check_free(model, name)
     value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
@@ -267,9 +263,7 @@ def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
     """Describe which outputs a loss can compare, and how to name one."""
     if not outputs:
         return f"{loss}: expected a floating-point output, the model has none: declare the prediction as an output"
-    shapes = [
-        f"{y.name!r} {'' if y.shape is None else list(map(str, y.shape))}".replace("'", "") for y in outputs
-    ]
+    shapes = [f"{y.name!r} {'' if y.shape is None else list(map(str, y.shape))}".replace("'", "") for y in outputs]
     first = outputs[0].name
     return (
         f"{loss}: output={output!r}: expected the name of one floating-point output, the model has {some(shapes, 6)}: "

@@ -69,9 +69,7 @@ class PairLoss(Loss):
         return operands[0]
 
 
-def stack_inputs(
-    model: ir.Model, op: Emitter, companions: Sequence[str], loss: str
-) -> dict[ir.Value, ir.Value]:
+def stack_inputs(model: ir.Model, op: Emitter, companions: Sequence[str], loss: str) -> dict[ir.Value, ir.Value]:
     """Replace each input with rows by the rows of a new input of its name and of its companions; return both."""
     fed = [x for x in model.graph.inputs if role_of(x) in (None, *FED) and not x.is_initializer() and x.shape]
     stacked = [x for x in fed if not isinstance(dims_of(x)[0], int)]
@@ -213,9 +211,7 @@ class Triplet(PairLoss):
     def compare(self, op: Emitter, prediction: ir.Value, *rows: ir.Value) -> ir.Value:
         _check_embeddings(self, prediction)
         anchor, positive, negative = rows
-        return op.Relu(
-            self._distance(op, anchor, positive) - self._distance(op, anchor, negative) + self.margin
-        )
+        return op.Relu(self._distance(op, anchor, positive) - self._distance(op, anchor, negative) + self.margin)
 
     def _distance(self, op: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:
         if self.distance == "cosine":

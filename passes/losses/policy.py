@@ -61,11 +61,7 @@ class PPO(Loss):
         log_p = op.LogSoftmax(prediction, axis=-1)
         taken = op.Squeeze(op.GatherElements(log_p, op.Unsqueeze(action, [-1]), axis=-1), [-1])
         loss, *_ = _clipped(op, taken - old, advantages, self.epsilon_low, self.epsilon_high)
-        return (
-            loss + self.entropy * op.ReduceSum(op.Exp(log_p) * log_p, [-1], keepdims=0)
-            if self.entropy
-            else loss
-        )
+        return loss + self.entropy * op.ReduceSum(op.Exp(log_p) * log_p, [-1], keepdims=0) if self.entropy else loss
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,7 @@ def multi_head_attention(
         biases = op.Split(bias, sizes, axis=0, _outputs=3)
         pairs = zip(parts, biases, strict=True)
         parts = [x + (op.Reshape(b, [num_heads, 1, -1]) if rank(x) == 4 else b) for x, b in pairs]
-    q, k, v = (
-        x if rank(x) == 4 else split_heads(op, x, num_heads, size)
-        for x, size in zip(parts, sizes, strict=True)
-    )
+    q, k, v = (x if rank(x) == 4 else split_heads(op, x, num_heads, size) for x, size in zip(parts, sizes, strict=True))
     before = None
     if past_key is not None:
         before = op.Squeeze(op.Shape(past_key, start=2, end=3), [0])
@@ -157,9 +154,7 @@ def _parts(op: Emitter, query: Value, key: Input, value: Input) -> list[Value]:
         return [query, key, value]
     packed, first = (query, []) if key is None else (key, [query])
     if rank(packed) != 5:
-        raise GraphoptError(
-            "expected query, key and value, or a packed query or key of 5 axes, found neither"
-        )
+        raise GraphoptError("expected query, key and value, or a packed query or key of 5 axes, found neither")
     count = static_size(packed, 3)
     if count not in (2, 3):
         raise GraphoptError(f"expected 2 or 3 packed parts, found {packed.name!r} of shape {packed.shape}")
@@ -209,9 +204,7 @@ def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Val
         end, start = op.Gather(bounds, 0, axis=0), op.Gather(bounds, 1, axis=0)
         unmasked = op.And(op.Less(positions, end), op.GreaterOrEqual(positions, start))
     else:
-        raise GraphoptError(
-            f"its mask {mask.name!r} of {rank(mask)} axes is not covered: expected 1 to 3 axes"
-        )
+        raise GraphoptError(f"its mask {mask.name!r} of {rank(mask)} axes is not covered: expected 1 to 3 axes")
     return _term(op, q, unmasked, masked)
 
 
@@ -322,9 +315,7 @@ def rotary_embedding_of_three(
         raise GraphoptError(f"its attribute scale={scale} is not covered: expected 1.0")
     pairs = static_size(cosines, 1)
     if len(mrope_section) != 3 or sum(mrope_section) != pairs or min(mrope_section) < 0:
-        raise GraphoptError(
-            f"its attribute mrope_section={list(mrope_section)} is not covered: expected 3 of {pairs}"
-        )
+        raise GraphoptError(f"its attribute mrope_section={list(mrope_section)} is not covered: expected 3 of {pairs}")
     own = np.repeat(np.arange(3), mrope_section)
     if mrope_layout:
         own = np.zeros(pairs, int)

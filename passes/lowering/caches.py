@@ -133,9 +133,7 @@ def set_aside(model: ir.Model, read: Collection[str]) -> None:
         for y in presents:
             name, y.name = name_of(y), f"{y.name}/computed"
             graph.outputs[graph.outputs.index(y)] = op.Identity(y, _outputs=[name])
-    detach_outputs(
-        model, [y for y in graph.outputs if name_of(y) in caches.outputs], is_floating, Role.SOURCE
-    )
+    detach_outputs(model, [y for y in graph.outputs if name_of(y) in caches.outputs], is_floating, Role.SOURCE)
     unread = [x for x in graph.inputs if name_of(x) in read and not x.uses() and not x.is_graph_output()]
     for x in unread:
         graph.inputs.remove(x)
@@ -194,9 +192,7 @@ def _skip_empty(graph: ir.Graph) -> None:
     for x in graph.inputs:
         for node in [node for node in x.consumers() if node.op_type == "Concat" and node.domain == ""]:
             arrays = [constant_of(y) for y in node.inputs if y is not x]
-            empty = (
-                all(array is not None and not array.size for array in arrays) and node.inputs.count(x) == 1
-            )
+            empty = all(array is not None and not array.size for array in arrays) and node.inputs.count(x) == 1
             if empty and not node.outputs[0].is_graph_output() and node.graph is not None:
                 ir.convenience.replace_all_uses_with(node.outputs[0], x)
                 node.graph.remove(node, safe=True)
@@ -211,9 +207,7 @@ def _growth(node: ir.Node, index: int) -> _Growth | None:
             _STATES[node.domain, node.op_type],
             None,
         )
-        grown = (
-            [node.outputs[pairs[index]]] if len(node.outputs) > pairs.get(index, len(node.outputs)) else []
-        )
+        grown = [node.outputs[pairs[index]]] if len(node.outputs) > pairs.get(index, len(node.outputs)) else []
     elif node.op_type == "Concat" and node.domain == "" and index == 0 and _feeds_attention(node):
         axis, grown = node.attributes.get_int("axis") % len(past.shape), [node.outputs[0]]
     else:

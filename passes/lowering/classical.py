@@ -141,9 +141,7 @@ def linear_classifier(
     rows = len(intercepts) or classes
     w, b = _array(coefficients).reshape(rows, -1), _array(intercepts)
     if rows == 1 and classes != 2:
-        raise GraphoptError(
-            f"one row of coefficients and {classes} labels are not covered: expected 2 labels"
-        )
+        raise GraphoptError(f"one row of coefficients and {classes} labels are not covered: expected 2 labels")
     mirrored = rows == 2 and np.array_equal(w[0], -w[1]) and np.array_equal(b[:1], -b[1:])
     if rows == 1 or mirrored:
         s = _scores(op, x, node, w[-1:], b[-1:])
@@ -188,9 +186,7 @@ def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
 
 
 @lowers("Scaler", domain=_DOMAIN)
-def scaler(
-    op: Emitter, x: Value, *, offset: Sequence[float] = (), scale: Sequence[float] = (), node: ir.Node
-) -> Value:
+def scaler(op: Emitter, x: Value, *, offset: Sequence[float] = (), scale: Sequence[float] = (), node: ir.Node) -> Value:
     y = op.cast(x, ir.DataType.FLOAT)
     if offset:
         y = y - freeze(weight(op, node, "offset", _array(offset)))

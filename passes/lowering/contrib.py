@@ -49,9 +49,7 @@ def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | N
 
 
 @lowers("FusedGemm", domain=MICROSOFT)
-def fused_gemm(
-    op: Emitter, a: Value, b: Value, c: Input = None, *, activation: str = "", **attributes: Any
-) -> Value:
+def fused_gemm(op: Emitter, a: Value, b: Value, c: Input = None, *, activation: str = "", **attributes: Any) -> Value:
     numbers = [attributes.pop(f"activation_{name}", None) for name in ("alpha", "beta", "gamma")]
     return activate(op, op.Gemm(a, b, c, **attributes), activation, numbers)
 

@@ -91,13 +91,9 @@ def _check_cache(past_key: Input, past_value: Input, *kinds: str) -> None:
     """Raise an error if there is a past, or a cache is quantized."""
     for past in (past_key, past_value):
         if past is not None and past.shape is not None and past.shape[2] != 0:
-            raise GraphoptError(
-                f"its past {past.name!r} is not covered: expected an input that only caches read"
-            )
+            raise GraphoptError(f"its past {past.name!r} is not covered: expected an input that only caches read")
     if {*kinds} != {"NONE"}:
-        raise GraphoptError(
-            "its quantized cache is not covered: export with k_quant_type and v_quant_type NONE"
-        )
+        raise GraphoptError("its quantized cache is not covered: export with k_quant_type and v_quant_type NONE")
 
 
 def _rotated(
@@ -117,9 +113,7 @@ def _rotated(
     return q, k
 
 
-def _heads(
-    op: Emitter, query: Value, key: Input, value: Input, heads: int, of_keys: int
-) -> tuple[Value, Value, Value]:
+def _heads(op: Emitter, query: Value, key: Input, value: Input, heads: int, of_keys: int) -> tuple[Value, Value, Value]:
     """Return query, key and value as [B,N,S,H] and [B,K,T,H]; a packed query [B,S,(N+2K)H] contains all three."""
     if key is None or value is None:
         size = static_size(query, -1) // (heads + 2 * of_keys)

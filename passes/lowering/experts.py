@@ -88,9 +88,7 @@ def mixture_of_experts(
     else:
         scores, chosen = _top(op, op.Softmax(router_probs, axis=-1), k)
         scores = _shares(op, scores) if normalize_routing_weights else scores
-    return experts.mixed(
-        op, scores, chosen, lambda i: op.Transpose(_given(experts.weights[i], i + 1), perm=[0, 2, 1])
-    )
+    return experts.mixed(op, scores, chosen, lambda i: op.Transpose(_given(experts.weights[i], i + 1), perm=[0, 2, 1]))
 
 
 @lowers("QMoE", domain=MICROSOFT)
@@ -158,9 +156,7 @@ def mixture_of_packed_experts(
     experts.check(use_sparse_mixer)
     scales = (fc1_scales, fc2_scales, fc3_scales)
     zero_points = (fc1_zero_points, fc2_zero_points, fc3_zero_points)
-    for w, scale, zeros, shape, own in zip(
-        experts.weights, scales, zero_points, experts.shapes, bits, strict=True
-    ):
+    for w, scale, zeros, shape, own in zip(experts.weights, scales, zero_points, experts.shapes, bits, strict=True):
         _check_packed(w, scale, zeros, shape, own, block_size)
     if router_weights is not None:
         _, chosen = _top(op, router_probs, k)
@@ -184,9 +180,7 @@ def mixture_of_packed_experts(
     return experts.mixed(op, scores, chosen, weight)
 
 
-def _check_packed(
-    w: Input, scale: Input, zeros: Input, shape: Sequence[int], bits: int, block_size: int
-) -> None:
+def _check_packed(w: Input, scale: Input, zeros: Input, shape: Sequence[int], bits: int, block_size: int) -> None:
     """Raise an error if the scales or the zero points of a weight of a shape do not fit it."""
     if w is None:
         return
@@ -251,9 +245,7 @@ class _Experts:
                 f"not covered: expected {', '.join(known)}, and 0, 1 or 2"
             )
         if not 1 <= self.k <= self.count:
-            raise GraphoptError(
-                f"its attribute k={self.k}: expected 1 to {self.count}, the number of experts"
-            )
+            raise GraphoptError(f"its attribute k={self.k}: expected 1 to {self.count}, the number of experts")
         if not self.swiglu_limit > 0:
             raise GraphoptError(f"its attribute swiglu_limit={self.swiglu_limit}: expected a number above 0")
         if use_sparse_mixer and (self.k != 2 or self.weights[2] is None):
@@ -365,9 +357,7 @@ def _sparse_mixer(op: Emitter, logits: Value) -> tuple[Value, Value]:
     for _ in range(2):
         best, expert = _top(op, left, 1)
         is_far = op.Greater((best - logits) / op.Max(op.Abs(logits), best), 2 * _JITTER)
-        factors.append(
-            op.GatherElements(op.Softmax(op.Where(is_far, lowest, left), axis=-1), expert, axis=-1)
-        )
+        factors.append(op.GatherElements(op.Softmax(op.Where(is_far, lowest, left), axis=-1), expert, axis=-1))
         chosen.append(expert)
         left = op.ScatterElements(left, expert, op.Expand(lowest, op.Shape(expert)), axis=1)
     return op.Concat(*factors, axis=1), op.Concat(*chosen, axis=1)

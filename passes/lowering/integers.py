@@ -214,9 +214,7 @@ def _weight(op: Emitter, w: Value, scale: Value, zero: Input, axis: int) -> Valu
 
 def _initializer(w: Value) -> Value:
     if not w.is_initializer() or w.is_graph_input():
-        raise GraphoptError(
-            f"its input {w.name!r} is not covered: expected an initializer, found a computed value"
-        )
+        raise GraphoptError(f"its input {w.name!r} is not covered: expected an initializer, found a computed value")
     return w
 
 

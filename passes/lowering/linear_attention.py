@@ -124,16 +124,12 @@ def linear_attention(
     decay for each number of a key takes chunks of one position. `chunk_size`, a hint, has no effect.
     """
     if update_rule not in RULES:
-        raise GraphoptError(
-            f"its attribute update_rule={update_rule!r} is not covered: expected one of {RULES}"
-        )
+        raise GraphoptError(f"its attribute update_rule={update_rule!r} is not covered: expected one of {RULES}")
     size = static_size(query, 2) // q_num_heads
     of_keys, of_values = static_size(key, 2) // size, static_size(value, 2) // kv_num_heads
     decay, beta = decay if "gated" in update_rule else None, beta if "delta" in update_rule else None
     if (decay is None) == ("gated" in update_rule) or (beta is None) == ("delta" in update_rule):
-        raise GraphoptError(
-            f"expected inputs decay and beta as update_rule={update_rule!r} needs them, found none"
-        )
+        raise GraphoptError(f"expected inputs decay and beta as update_rule={update_rule!r} needs them, found none")
     for_each = decay is not None and static_size(decay, 2) != kv_num_heads
     chunks = _Chunks(op, query, 1 if for_each else CHUNK)
     q, k, v = chunks.of(query, q_num_heads), chunks.of(key, of_keys), chunks.of(value, kv_num_heads)
@@ -163,9 +159,7 @@ def linear_attention(
     within = within if growth is None else within * growth
     q, rows = q if grown is None else q * grown, groups * chunks.size
     if groups > 1:
-        q, within = (
-            op.Reshape(x, [0, 0, kv_num_heads, rows, n]) for x, n in ((q, size), (within, chunks.size))
-        )
+        q, within = (op.Reshape(x, [0, 0, kv_num_heads, rows, n]) for x, n in ((q, size), (within, chunks.size)))
 
     def step(op: Emitter, states: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
         (state,), (q, within, left, deltas, *others) = states, slices
@@ -175,9 +169,7 @@ def linear_attention(
         before = state if kept is None else others[-1] * state
         return [before + op.MatMul(_turned(op, left), deltas)], [y]
 
-    zeros = op.Expand(
-        op.CastLike(0.0, v), op.Concat(op.shape_of(query, 0, 1), [kv_num_heads, size, of_values], axis=0)
-    )
+    zeros = op.Expand(op.CastLike(0.0, v), op.Concat(op.shape_of(query, 0, 1), [kv_num_heads, size, of_values], axis=0))
     start = zeros if past_state is None else op.CastLike(past_state, v)
     start.shape = ir.Shape([dims_of(query)[0], kv_num_heads, size, of_values])
     sequences = [x for x in (q, within, left, deltas, reads, kept) if x is not None]
@@ -210,9 +202,7 @@ def _inverse(op: Emitter, a: Value) -> Value | None:
         odd = (blocks[:, None] // n % 2 == 1) & (blocks[:, None] // n - 1 == blocks // n)
         below = _where(op, odd, a)
         product = below if inverse is None else op.MatMul(op.MatMul(inverse, below), inverse)
-        inverse = (
-            op.Cast(op.constant(np.eye(size, dtype=bool)), to=a.dtype) if inverse is None else inverse
-        ) - product
+        inverse = (op.Cast(op.constant(np.eye(size, dtype=bool)), to=a.dtype) if inverse is None else inverse) - product
         n *= 2
     return inverse
 

@@ -61,9 +61,7 @@ def in_floats(
 ) -> Value:
     """Emit the operator of floats between quantizers."""
     if channels_last:
-        raise GraphoptError(
-            "its attribute channels_last=1 is not covered: quantize a model with channels first"
-        )
+        raise GraphoptError("its attribute channels_last=1 is not covered: quantize a model with channels first")
     form = FORMS[node.op_type]
     places = form.operands or range(2, len(inputs), 3)
     axis = _axis_of_weight(form.op_type, attributes)
@@ -104,9 +102,7 @@ def scale_moved(node: ir.Node) -> tuple[Value, Input] | None:
     elif x.is_initializer() and not x.is_graph_input() and x.dtype in (ir.DataType.INT8, ir.DataType.UINT8):
         found = _dequantizer(node)
     scale, zero = [None, None] if found is None else [*found.inputs, None][1:3]
-    known = all(
-        y is None or ((number := constant_of(y)) is not None and number.size == 1) for y in (scale, zero)
-    )
+    known = all(y is None or ((number := constant_of(y)) is not None and number.size == 1) for y in (scale, zero))
     return (scale, zero) if scale is not None and known else None
 
 
@@ -160,9 +156,7 @@ def _dequantized(op: Emitter, x: Input, by: Input, zero: Input, *, axis: int | N
 def _scale(scale: Input) -> np.ndarray:
     numbers = stored(given(scale), "scale")
     if not (np.isfinite(numbers) & (numbers != 0)).all():
-        raise GraphoptError(
-            f"its scale {name_of(given(scale))!r}: expected finite numbers other than 0, found others"
-        )
+        raise GraphoptError(f"its scale {name_of(given(scale))!r}: expected finite numbers other than 0, found others")
     return numbers
 
 

@@ -105,9 +105,7 @@ def _of_groups(
     def each(x: Value) -> Value:
         return op.Gather(op.Reshape(x, [n, blocks]), op.constant(groups.astype(np.int64)), axis=1)
 
-    if (
-        zero_points is not None and zero_points.dtype is ir.DataType.UINT8
-    ):  # tests/faults.py: act-order-zero-points
+    if zero_points is not None and zero_points.dtype is ir.DataType.UINT8:  # tests/faults.py: act-order-zero-points
         raise GraphoptError(
             f"its packed zero points {zero_points.name!r} beside groups are not covered: ONNX Runtime's CPU provider "
             "ignores them: quantize symmetrically, or without reordering (act_order)"
@@ -117,9 +115,7 @@ def _of_groups(
     return numbers * each(freeze(scales))
 
 
-def dequantized_rows(
-    op: Emitter, q: Value, scale: Value, zero: Input, n: int, k: int, shift: Input = None
-) -> Value:
+def dequantized_rows(op: Emitter, q: Value, scale: Value, zero: Input, n: int, k: int, shift: Input = None) -> Value:
     """Return a weight [n,k] from integers, of which each row is a block of one of its rows, without padding.
 
     Args:
@@ -132,9 +128,7 @@ def dequantized_rows(
     return w if padded == k else op.Slice(w, [0], [k], [1])
 
 
-def viewed(
-    x: Value, name: str, dtype: ir.DataType | None, shape: Sequence[int], bits: int | None = None
-) -> Value:
+def viewed(x: Value, name: str, dtype: ir.DataType | None, shape: Sequence[int], bits: int | None = None) -> Value:
     """Return a frozen initializer with the bytes of another in another shape or type, which such operators read.
 
     It takes the place of the other one, and its name, unless other nodes read that. Two bits become 4.
@@ -147,9 +141,7 @@ def viewed(
         return freeze(x)
     expected = math.prod(shape) * (bits or dtype.bitwidth)
     if tensor.nbytes * 8 != expected:
-        raise GraphoptError(
-            f"expected its {name} {x.name!r} to have {expected // 8:,} bytes, found {tensor.nbytes:,}"
-        )
+        raise GraphoptError(f"expected its {name} {x.name!r} to have {expected // 8:,} bytes, found {tensor.nbytes:,}")
     view = ir.val(None, const_value=view_of(tensor, dtype, shape, bits))
     for node, index in list(x.uses()):
         if node.op_type in _PACKED and node.domain == MICROSOFT:

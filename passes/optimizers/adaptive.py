@@ -144,17 +144,12 @@ class ScheduleFreeAdamW(Optimizer):
 
     def shared(self, model: ir.Model, op: Emitter, rows: Sequence[Row], rate: Value, t: Value) -> ValueTuple:
         if any(x.name == f"{STEP}.weight_sum" for x in model.graph.inputs):
-            raise GraphoptError(
-                "expected one ScheduleFreeAdamW with the same powers for all parameters, found several"
-            )
+            raise GraphoptError("expected one ScheduleFreeAdamW with the same powers for all parameters, found several")
         for row in rows:
             w, z = op.cast(row.w, wide_type(row.w)), row.slots[0].read(op)
             read_at(op, row.w, self._point(op, w, z))
         dtype = dtype_of(rate).numpy()
-        sums = [
-            state.declare_slot(model, STEP, name, np.zeros((), dtype))
-            for name in ("largest_rate", "weight_sum")
-        ]
+        sums = [state.declare_slot(model, STEP, name, np.zeros((), dtype)) for name in ("largest_rate", "weight_sum")]
         largest = op.Max(sums[0], rate)
         weight = op.Pow(largest, self.rate_power)
         if self.weight_power:

@@ -262,9 +262,7 @@ def _starts(optimizer: Optimizer, first: np.ndarray) -> dict[str, np.ndarray | N
     return starts
 
 
-def _updated(
-    optimizer: Optimizer, op: Emitter, row: Row, given: Sequence[Value], slots: Sequence[Value]
-) -> ValueTuple:
+def _updated(optimizer: Optimizer, op: Emitter, row: Row, given: Sequence[Value], slots: Sequence[Value]) -> ValueTuple:
     """Return the new parameter and the new slots that `update` has returned."""
     w, g, rate, t, *numbers = given
     decayed, where = ask(optimizer, "decayed", op, w, g, rate), name_of_method(optimizer, "decayed")
@@ -330,9 +328,7 @@ def _fused_updates(
 def check_optimizer(optimizer: object, where: str) -> None:
     """Raise an error unless an option is an optimizer or None."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise GraphoptError(
-            f"{where}: expected an optimizer such as passes.AdamW(), found {kind_of(optimizer)}"
-        )
+        raise GraphoptError(f"{where}: expected an optimizer such as passes.AdamW(), found {kind_of(optimizer)}")
 
 
 def read_at(op: Emitter, w: Value, point: Value) -> None:

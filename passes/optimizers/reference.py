@@ -56,9 +56,7 @@ def _lamb(o: LAMB, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arr
     return w - rate * (norms[0] / norms[1] if all(norms) else 1.0) * u, sums
 
 
-def _schedule_free(
-    o: ScheduleFreeAdamW, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays
-) -> Updated:
+def _schedule_free(o: ScheduleFreeAdamW, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
     y = o.beta1 * w + (1 - o.beta1) * slots["z"]
     v = o.beta2 * slots["exp_avg_sq"] + (1 - o.beta2) * g**2
     z = slots["z"] - rate * (g / (np.sqrt(v / (1 - o.beta2**t)) + o.epsilon) + o.weight_decay * y)
@@ -178,9 +176,7 @@ def share_of(average: Average, t: int) -> float | None:
     return 1 - average.decay if isinstance(average, EMA) else 1 / (count + 1)
 
 
-def slot_numbers(
-    codes: np.ndarray, largest: np.ndarray, shape: Sequence[int], signed: bool
-) -> tuple[np.ndarray, ...]:
+def slot_numbers(codes: np.ndarray, largest: np.ndarray, shape: Sequence[int], signed: bool) -> tuple[np.ndarray, ...]:
     """Return the numbers of an 8-bit slot, and half of the gaps beside each, which rounding to 8 bits may change.
 
     The table is `create_dynamic_map` of bitsandbytes: for each power of ten, the centers of equal intervals.

@@ -139,11 +139,6 @@ def slot(model: ir.Model, w: ir.Value, name: str, start: np.ndarray, bits: int, 
         bits: 8 or 32.
         signed: whether the numbers may be negative.
     """
-    if (
-        bits == 8
-        and start.size >= _FEWEST_NUMBERS
-        and w.shape is not None
-        and start.shape == tuple(w.shape.numpy())
-    ):
+    if bits == 8 and start.size >= _FEWEST_NUMBERS and w.shape is not None and start.shape == tuple(w.shape.numpy()):
         return QuantizedSlot(model, w, name, start, signed)
     return Slot(model, w, name, start)

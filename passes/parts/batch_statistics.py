@@ -64,9 +64,7 @@ def _levels(graph: ir.Graph, summed: Collection[ir.Value]) -> dict[ir.Node | Non
     return levels
 
 
-def _stages(
-    grad: ir.Model, levels: Mapping[ir.Node | None, int], summed: Collection[ir.Value]
-) -> list[ir.Model]:
+def _stages(grad: ir.Model, levels: Mapping[ir.Node | None, int], summed: Collection[ir.Value]) -> list[ir.Model]:
     """Return a graph for each level of nodes. It reads data, state, and values of earlier graphs by their names."""
     found: list[ir.Model] = []
     known, passed = dict.fromkeys(grad.graph.inputs), set()

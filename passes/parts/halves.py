@@ -46,9 +46,7 @@ def cut(model: ir.Model) -> tuple[ir.Model, ir.Model]:
         GraphoptError: the graph has no optimizer, accumulates gradients, has those of `PrivateGradient`, or has several
             weighted losses.
     """
-    gradients = {
-        y: name for node in model.graph for y in node.outputs if (name := GRADIENT_OF.read(y)) is not None
-    }
+    gradients = {y: name for node in model.graph for y in node.outputs if (name := GRADIENT_OF.read(y)) is not None}
     if not gradients or not with_role(model, Role.NEXT):
         raise GraphoptError(
             "several workers need gradients and an optimizer's update, found none: set an optimizer, and leave fuse out"

@@ -186,9 +186,7 @@ class FakeQuantize(Pass):
         read = {
             x.read: x
             for x in placement.products(model.graph)
-            if x.axis is not None
-            or self.pattern
-            or origin_in_file(x.weight).trains  # no cosines of positions
+            if x.axis is not None or self.pattern or origin_in_file(x.weight).trains  # no cosines of positions
         }
         found = [*read.values()]
         weights = [x.weight for x in found]
@@ -214,9 +212,7 @@ class FakeQuantize(Pass):
         """Raise an error unless there are ranges of these activations, and of no others."""
         needed = [*dict.fromkeys(names)]
         given = self.ranges or {}
-        wrong = [name for name in needed if name not in given] or [
-            name for name in given if name not in needed
-        ]
+        wrong = [name for name in needed if name not in given] or [name for name in given if name not in needed]
         if wrong and self.activations is not None:
             raise GraphoptError(
                 f"FakeQuantize: ranges: expected those of {some([*map(repr, needed)])}, found "

@@ -48,11 +48,7 @@ def pool_means(model: ir.Model) -> None:
                 continue
             x, axes = given(node.inputs[0]), fixed(node.inputs[1])
             count = 0 if x.shape is None or axes is None or x.dtype is not ir.DataType.FLOAT else len(x.shape)
-            if (
-                axes is not None
-                and count > 3
-                and sorted(axis % count for axis in axes.ravel()) == [*range(2, count)]
-            ):
+            if axes is not None and count > 3 and sorted(axis % count for axis in axes.ravel()) == [*range(2, count)]:
                 y = pooled = op.GlobalAveragePool(x)
                 if not node.attributes.get_int("keepdims", 1):
                     y = op.Flatten(pooled)
@@ -119,9 +115,7 @@ def _fold(model: ir.Model, product: Product) -> None:
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
     factor = gain.astype(np.float64) / np.sqrt(variance.astype(np.float64) + epsilon)
     w, dtype = array(product.weight), array(product.weight).dtype
-    product.weight.const_value = ir.tensor(
-        (w * _along(node, factor, w)).astype(dtype), name=product.weight.name
-    )
+    product.weight.const_value = ir.tensor((w * _along(node, factor, w)).astype(dtype), name=product.weight.name)
     offset = ((np.ravel(start) - mean) * factor + shift).astype(dtype)
     name = f"{name_of(product.weight).removesuffix('.weight')}.bias"
     if bias is not None and bias.is_initializer() and len(bias.uses()) == 1:

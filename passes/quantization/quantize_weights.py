@@ -170,12 +170,7 @@ def products_of(
     axes = axes or range(rank(x))
     for node, index in x.uses():
         y, is_turned = node.outputs[0], node.op_type == "Transpose"
-        if (
-            node.domain == ""
-            and index == 0
-            and (is_turned or node.op_type in through)
-            and not y.is_graph_output()
-        ):
+        if node.domain == "" and index == 0 and (is_turned or node.op_type in through) and not y.is_graph_output():
             perm = node.attributes.get_ints("perm", range(len(axes))[::-1]) if is_turned else range(len(axes))
             yield from products_of(y, through, [axes[i] for i in perm])
             continue

@@ -216,9 +216,7 @@ def is_irregular(numbers: np.ndarray) -> bool:
 
 def _is_disordered(numbers: np.ndarray) -> bool:
     steps, distinct = np.diff(numbers), np.unique(np.round(numbers, 5))
-    return bool(
-        steps.min() < 0 < steps.max() and 8 * len(distinct) > numbers.size and (32 * numbers % 1).any()
-    )
+    return bool(steps.min() < 0 < steps.max() and 8 * len(distinct) > numbers.size and (32 * numbers % 1).any())
 
 
 def _numbers(x: ir.Value) -> np.ndarray:
@@ -391,8 +389,7 @@ def _is_input_statistic(x: ir.Value, numbers: np.ndarray) -> bool:
     """Return whether a single number, or one per channel, is subtracted from an input of the model or divides it."""
     dims = [dim for dim in numbers.shape if dim != 1]
     return len(dims) <= 1 and any(
-        user.op_type in ("Sub", "Div") and user.inputs[1] is x and _is_data(user.inputs[0])
-        for user in x.consumers()
+        user.op_type in ("Sub", "Div") and user.inputs[1] is x and _is_data(user.inputs[0]) for user in x.consumers()
     )
 
 

@@ -271,9 +271,7 @@ def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
         joined = f", joined with {some(others)}, which is no parameter" if others else ""
         layout = _layout(program, value)
         why = f"{some(parameters)}, {layout.value} by the exporter{joined}"
-        return Origin(
-            Kind.PARAMETER, why, Evidence.RECORD, certain=not others, sources=parameters, layout=layout
-        )
+        return Origin(Kind.PARAMETER, why, Evidence.RECORD, certain=not others, sources=parameters, layout=layout)
     present = not program.model.graph.initializers.keys().isdisjoint(parameters)
     return _computed(parameters, "beside it" if present else "in its place")
 
@@ -547,9 +545,7 @@ def parameters_left_out(program: ExportedProgram) -> list[str]:
     lacks = any(call_of(name) not in _SAME | _MAKING for name in taken - known)
     gone = {name: path for name, path in program.paths.items() if path not in present}
     mean = ".running_mean"
-    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)} | _without_bias(
-        program
-    )
+    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)} | _without_bias(program)
     return [
         path
         for name, path in gone.items()

@@ -133,9 +133,7 @@ def move(
     return sources[-1]
 
 
-def compute_by_inverse(
-    model: ir.Model, value: ir.Value, name: str, calls: Sequence[str], masked: bool = False
-) -> bool:
+def compute_by_inverse(model: ir.Model, value: ir.Value, name: str, calls: Sequence[str], masked: bool = False) -> bool:
     """Compute an initializer from the parameter `name` by functions, if they have an inverse, and return whether.
 
     The exporter records no order except that the last function is the last. Numbers must have one order only: there is
@@ -330,9 +328,7 @@ def _permutation(a: np.ndarray, b: np.ndarray) -> list[int] | None:
 def tells(weight: ir.Value) -> bool:
     """Return whether equal numbers indicate a tie. Numbers that initialization repeats, such as zeros, do not."""
     numbers = array(weight).ravel()
-    return numbers.size >= _FEWEST_EQUAL and len(np.unique(numbers[:4096])) >= min(
-        _FEWEST_EQUAL, numbers.size // 2
-    )
+    return numbers.size >= _FEWEST_EQUAL and len(np.unique(numbers[:4096])) >= min(_FEWEST_EQUAL, numbers.size // 2)
 
 
 def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, how: str, steps: Sequence[_Traced]) -> Copy:

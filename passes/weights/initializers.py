@@ -49,9 +49,7 @@ def replace_by(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     del model.graph.initializers[name_of(value)]
 
 
-def register(
-    model: ir.Model, name: str, numbers: np.ndarray, taken: Collection[str] | None = None
-) -> ir.Value:
+def register(model: ir.Model, name: str, numbers: np.ndarray, taken: Collection[str] | None = None) -> ir.Value:
     """Register an initializer under a name, or under a similar free one.
 
     Args:

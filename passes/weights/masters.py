@@ -65,9 +65,7 @@ class Quantized:
         )
 
 
-def promote_with_master(
-    model: ir.Model, weight: ir.Value, role: Role, quantized: Quantized | None = None
-) -> ir.Value:
+def promote_with_master(model: ir.Model, weight: ir.Value, role: Role, quantized: Quantized | None = None) -> ir.Value:
     """Turn an initializer into state, of float32 if the file stores fewer bits; inside a pass only."""
     if quantized is None and (not is_floating(weight) or dtype_of(weight).itemsize >= 4):
         return state.promote(model, weight, role)
@@ -122,9 +120,7 @@ class QuantizedWeights:
             for name in names.values()
             if name is not None
         }
-        both = {
-            name: name_of(scale) for name, scale in scales.items() if scale in names and scale is not None
-        }
+        both = {name: name_of(scale) for name, scale in scales.items() if scale in names and scale is not None}
         if both:
             raise GraphoptError(
                 f"Parameters: expected quantized weights or their scales to train, found both: "
@@ -278,9 +274,7 @@ def _following(op: Emitter, master: ir.Value, quantized: Quantized) -> tuple[ir.
     if is_symmetric:
         return new, zero
     first = np.float32(points + low)
-    point = STORED.mark(
-        op.Cast(op.Clip(op.Round(least / new) * -1.0 + op.constant(first), *_LIMITS[dtype]), to=dtype)
-    )
+    point = STORED.mark(op.Cast(op.Clip(op.Round(least / new) * -1.0 + op.constant(first), *_LIMITS[dtype]), to=dtype))
     STORED_AS.write(producer_of(point), name_of(given(zero)))
     return new, point
 

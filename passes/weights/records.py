@@ -33,7 +33,5 @@ def origins(model: ir.Model, exported: Exported) -> dict[str, Origin]:
     for name, weight in exported.weights.items():
         others = tuple(path for path in weight.paths if path != name)
         shared = f", also {some(others)}" if others else ""
-        found[name] = Origin(
-            weight.kind, f"{_WHY[weight.kind]}{shared}", Evidence.EXPORT, named=True, sources=others
-        )
+        found[name] = Origin(weight.kind, f"{_WHY[weight.kind]}{shared}", Evidence.EXPORT, named=True, sources=others)
     return found

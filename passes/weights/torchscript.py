@@ -53,9 +53,7 @@ _PREFIXES = ("gaussian_", "posterior_", "sqrt_")
 _BY_ONNXSIM = re.compile(r"_v_\d+")  # the names of what it computes
 _LEARNED = {"log", "learned", "learnable", "trainable"}  # words before which such a name is a parameter's
 _STATISTICS = ("mean", "std", "var")
-_WRITTEN_OUT = (
-    "weight or bias of a normalization that the module computes itself; a frozen one has it as a buffer"
-)
+_WRITTEN_OUT = "weight or bias of a normalization that the module computes itself; a frozen one has it as a buffer"
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
 _READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "Mul", "PRelu", "Sub"}
 _READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
@@ -77,9 +75,7 @@ class ExportedModule:
         for node in model.graph.all_nodes():
             if node.op_type not in _BESIDE:
                 self._operators[self.path(node)].add(node.op_type)
-        types = [
-            x.const_value.dtype for x in self.known.values() if x.const_value is not None and is_weight(x)
-        ]
+        types = [x.const_value.dtype for x in self.known.values() if x.const_value is not None and is_weight(x)]
         self.is_narrow = all(dtype.bitwidth < 32 for dtype in types)
 
     def path(self, x: ir.Node | ir.Value) -> str:
@@ -249,9 +245,7 @@ def _is_named(node: ir.Node) -> bool:
 
 def _buffer(value: ir.Value, known: Collection[str]) -> Origin:
     """Return the kind of an initializer whose name is one that buffers have."""
-    origin = Origin(
-        Kind.BUFFER, "its name is one that buffers have", Evidence.NAME, certain=False, named=True
-    )
+    origin = Origin(Kind.BUFFER, "its name is one that buffers have", Evidence.NAME, certain=False, named=True)
     leaf = name_of(value).rpartition(".")[2].strip("_")
     # A statistic shifts or divides, and what multiplies alone may be a weight.
     is_state = not leaf.startswith("running_") or any(x.op_type != "Mul" for x in value.consumers())
@@ -286,9 +280,7 @@ def _folded(value: ir.Value, module: ExportedModule) -> Origin:
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
     sources, layout = module.sources(value)
     path = "" if sources else _first(module, readers) or module.path(value)
-    origin = Origin(
-        Kind.PARAMETER, "", certain=False, by_exporter=True, sources=sources, module=path, layout=layout
-    )
+    origin = Origin(Kind.PARAMETER, "", certain=False, by_exporter=True, sources=sources, module=path, layout=layout)
     if sources and layout is not Layout.SAME:
         why = f"{some(sources)}, {layout.value} by the exporter"
         if numbers.dtype.itemsize < 4 and not module.is_narrow:

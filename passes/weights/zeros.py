@@ -24,10 +24,7 @@ def stay(value: ir.Value, recorded: bool) -> bool:
     if ZEROS_STAY.is_set(value):
         return True
     return (
-        not recorded
-        and is_factor(value)
-        and evidence.is_masked(array(value))
-        and _share(value) >= _LEAST_PRUNED_SHARE
+        not recorded and is_factor(value) and evidence.is_masked(array(value)) and _share(value) >= _LEAST_PRUNED_SHARE
     )
 
 

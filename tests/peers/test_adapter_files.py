@@ -70,9 +70,7 @@ def exported(module: nn.Module, request: Any, tmp_path_factory: Any) -> Path:
 
 
 def train(path: Path, adapter: Any, steps: int = 6, **more: Any) -> graphopt.Executor:
-    step = graphopt.compile(
-        path, adapter=adapter, loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.03), **more
-    )
+    step = graphopt.compile(path, adapter=adapter, loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.03), **more)
     executor = graphopt.Executor(step)
     for i in range(steps):
         executor.step(tokens=tokens(i).numpy(), target=np.arange(6) % 3)
@@ -100,9 +98,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_peft_computes_what_the_executor_does(
-    module: nn.Module, exported: Path, options: Any, tmp_path: Path
-) -> None:
+def test_peft_computes_what_the_executor_does(module: nn.Module, exported: Path, options: Any, tmp_path: Path) -> None:
     names = [f"{name}.weight" for name in ALL if name != "plane" or "dora" not in options]
     executor = train(exported, passes.LoRA(names, rank=4, alpha=6, **options))
     graphopt.save_adapter(executor, tmp_path / "a", form="peft")
@@ -125,9 +121,7 @@ def test_what_peft_computes_otherwise_is_refused(exported: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_what_peft_saves_is_continued(
-    module: nn.Module, exported: Path, options: Any, tmp_path: Path
-) -> None:
+def test_what_peft_saves_is_continued(module: nn.Module, exported: Path, options: Any, tmp_path: Path) -> None:
     torch.manual_seed(1)
     own = {"use_rslora": "scaling" in options, "use_dora": "dora" in options}
     targets = [name for name in ALL if name != "plane"]
@@ -178,9 +172,7 @@ def test_losses_continue_as_peft_s(module: nn.Module, exported: Path, tmp_path: 
     np.testing.assert_allclose([executor.step(x)["loss"] for x in feeds], expected, rtol=2e-6)
 
 
-def test_modules_that_train_in_full_are_saved_and_loaded(
-    module: nn.Module, exported: Path, tmp_path: Path
-) -> None:
+def test_modules_that_train_in_full_are_saved_and_loaded(module: nn.Module, exported: Path, tmp_path: Path) -> None:
     unfrozen = passes.Parameters(unfreeze=["head.*", "norm.weight", "mix.bias"])
     executor = train(exported, passes.LoRA(["mix.weight"], rank=4), parameters=unfrozen)
     graphopt.save_adapter(executor, tmp_path / "a", form="peft")
@@ -217,16 +209,12 @@ def test_names_may_differ_by_a_prefix(module: nn.Module, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_slots_and_their_file_compute_what_the_executor_does(
-    exported: Path, options: Any, tmp_path: Path
-) -> None:
+def test_slots_and_their_file_compute_what_the_executor_does(exported: Path, options: Any, tmp_path: Path) -> None:
     names = [f"{name}.weight" for name in ALL]
     feeds = {"tokens": tokens(9).numpy()}
     first = train(exported, passes.LoRA(names, rank=4, **options))
     model = first.trained(into=exported, adapters="slots")
-    np.testing.assert_array_equal(
-        graphopt.run(model, feeds)["y"], graphopt.run(onnx.load(exported), feeds)["y"]
-    )
+    np.testing.assert_array_equal(graphopt.run(model, feeds)["y"], graphopt.run(onnx.load(exported), feeds)["y"])
     for executor in (first, train(exported, passes.LoRA(names, rank=2, alpha=3, **options))):
         path = tmp_path / "a.onnx_adapter"
         graphopt.save_adapter(executor, path)
@@ -317,9 +305,7 @@ PROJECTIONS = ["*.attn.*", "*.mlp.*"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [None, {"q": 64, "_k": 32, "v": 32}], ids=["packed", "parts"])
-def test_a_decoder_generates_with_the_adapter_what_it_does_merged(
-    decoder: Any, parts: Any, tmp_path: Path
-) -> None:
+def test_a_decoder_generates_with_the_adapter_what_it_does_merged(decoder: Any, parts: Any, tmp_path: Path) -> None:
     llama, folder = decoder
     path = folder / "fp32" / "model.onnx"
     pattern = ["*.qkv_proj.*"] if parts else PROJECTIONS

@@ -56,9 +56,7 @@ APART = {"olmo"}
 
 
 def tuned(path: Path, adapter: Any, steps: int = 4) -> graphopt.Executor:
-    step = graphopt.compile(
-        path, adapter=adapter, loss=passes.CausalLanguageModel(), optimizer=passes.AdamW(0.02)
-    )
+    step = graphopt.compile(path, adapter=adapter, loss=passes.CausalLanguageModel(), optimizer=passes.AdamW(0.02))
     executor = graphopt.Executor(step, threads=1)
     for _ in range(steps):
         executor.step(feeds(executor))
@@ -76,11 +74,7 @@ def logits(executor: graphopt.Executor) -> np.ndarray:
 
 def by_peft(model: Any, folder: Path) -> np.ndarray:
     with torch.no_grad():
-        return (
-            peft.PeftModel.from_pretrained(copy.deepcopy(model), folder)
-            .eval()(torch.tensor(IDS))
-            .logits.numpy()
-        )
+        return peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()(torch.tensor(IDS)).logits.numpy()
 
 
 def test_the_builder_s_list_is_known() -> None:
@@ -96,10 +90,7 @@ ROWS: list[tuple[str, tuple[str, ...], Any]] = [
     ("phi3", ("fuse_qkv=false",), passes.LoRA(rank=3, dora=True)),
     ("phi3", (), passes.LoRA("*gate_proj*", rank=3, scaling="rank_stabilized")),
     ("llama", ("fuse_mlp_gate_up=true",), LORA),
-    *(
-        (name, (), LORA)
-        for name in ("llama", "gemma2", "gemma3", "mistral", "qwen3", "gpt-oss", "lfm2", *OTHERS)
-    ),
+    *((name, (), LORA) for name in ("llama", "gemma2", "gemma3", "mistral", "qwen3", "gpt-oss", "lfm2", *OTHERS)),
 ]
 
 
@@ -136,9 +127,7 @@ FULL = [name for name in OTHERS if name not in APART]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [FULL[0], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in FULL[1:])]
-)
+@pytest.mark.parametrize("name", [FULL[0], *(pytest.param(x, marks=pytest.mark.exhaustive) for x in FULL[1:])])
 def test_full_training_is_that_of_pytorch(
     name: str,
     built: Callable[..., tuple[Path, Any]],  # noqa: F811
@@ -147,9 +136,7 @@ def test_full_training_is_that_of_pytorch(
     model, rate = copy.deepcopy(model), 1e-3
     step = graphopt.compile(
         folder / "model.onnx",
-        parameters=passes.Parameters(
-            freeze="*experts*.bias" if "moe" in name else None
-        ),  # the module has none
+        parameters=passes.Parameters(freeze="*experts*.bias" if "moe" in name else None),  # the module has none
         loss=passes.CausalLanguageModel(),
         optimizer=passes.AdamW(rate, weight_decay=0.0),
     )

@@ -15,13 +15,9 @@ import graphopt  # noqa: E402
 import passes  # noqa: E402
 
 
-def found(
-    module: torch.nn.Module, x: torch.Tensor, explanation: passes.Explanation, **fed: torch.Tensor
-) -> np.ndarray:
+def found(module: torch.nn.Module, x: torch.Tensor, explanation: passes.Explanation, **fed: torch.Tensor) -> np.ndarray:
     graph = graphopt.explain(exported(module, x), explanation, keep=False)
-    (result,) = graphopt.run(
-        graph, {"x": x.numpy(), **{name: value.numpy() for name, value in fed.items()}}
-    ).values()
+    (result,) = graphopt.run(graph, {"x": x.numpy(), **{name: value.numpy() for name, value in fed.items()}}).values()
     return result
 
 
@@ -67,8 +63,6 @@ def test_attacks_are_captums() -> None:
     expected = robust.FGSM(module, loss_func=loss).perturb(x, epsilon=0.05, target=labels)
     actual = found(module, x, passes.FGSM(0.05, passes.CrossEntropy()), target=labels)
     assert np.isclose(actual, expected.detach(), rtol=0, atol=1e-6).mean() > 0.99
-    expected = robust.PGD(module, loss_func=loss).perturb(
-        x, radius=0.1, step_size=0.03, step_num=7, target=labels
-    )
+    expected = robust.PGD(module, loss_func=loss).perturb(x, radius=0.1, step_size=0.03, step_num=7, target=labels)
     actual = found(module, x, passes.PGD(0.1, passes.CrossEntropy(), step=0.03, steps=7), target=labels)
     assert np.isclose(actual, expected.detach(), rtol=0, atol=1e-5).mean() > 0.97

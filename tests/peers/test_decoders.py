@@ -157,9 +157,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Decoder]:
             add_published_experts(source / "model.safetensors")
         words = {f"t{i}": i for i in range(CLASSES)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(
-            source
-        )
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(source)
         arguments = ["", str(source), str(target), precision, "cpu", str(folder / "cache")]
         options = builder.parse_extra_options(*arguments, list(more))
         if name == "gemma3":  # the builder reads these fields of older versions of transformers
@@ -430,9 +428,7 @@ def test_adapters_of_stacked_experts_are_those_of_peft(built, tmp_path):
     np.testing.assert_array_equal(prefill(slots)["logits"], prefill(path)["logits"])
     graphopt.save_adapter(executor, tmp_path / "own.onnx_adapter")
     first = greedy(folder)
-    places = [
-        with_model(folder, proto, tmp_path / name) for name, proto in (("merged", merged), ("slots", slots))
-    ]
+    places = [with_model(folder, proto, tmp_path / name) for name, proto in (("merged", merged), ("slots", slots))]
     assert greedy(places[1]) == first
     assert greedy(places[1], tmp_path / "own.onnx_adapter") == greedy(places[0]) != first
 

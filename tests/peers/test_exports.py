@@ -31,9 +31,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         transformers.GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=HEADS, n_positions=32)
     ),
     "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **SIZES, **HIDDEN, num_attention_heads=4, num_key_value_heads=HEADS, head_dim=HEAD
-        )
+        transformers.LlamaConfig(**SIZES, **HIDDEN, num_attention_heads=4, num_key_value_heads=HEADS, head_dim=HEAD)
     ),
     "bert": lambda: transformers.BertForMaskedLM(
         transformers.BertConfig(**SIZES, **HIDDEN, num_attention_heads=HEADS, max_position_embeddings=32)
@@ -200,9 +198,7 @@ def by_cache(model: onnx.ModelProto, name: str) -> np.ndarray:
         feeds = {x: array for x, array in feeds_of(name, True, start, stop - start).items() if x in inputs}
         if "use_cache_branch" in inputs:
             feeds["use_cache_branch"] = np.array([start > 0])
-        found = running.run(
-            ["logits", *(x.replace("past_key_values", "present") for x in caches)], feeds | past
-        )
+        found = running.run(["logits", *(x.replace("past_key_values", "present") for x in caches)], feeds | past)
         past = dict(zip(caches, found[1:], strict=True))
         assert {x.shape[2] for x in past.values()} == {stop}
         parts.append(found[0])
@@ -212,9 +208,7 @@ def by_cache(model: onnx.ModelProto, name: str) -> np.ndarray:
 
 def merged(name: str, folder: Path) -> onnx.ModelProto:
     """Return both passes of a decoder as branches of an If that share weights, as optimum merges them."""
-    later, first = (
-        onnx.load(exported(name, True, False, folder / f"{i}.onnx", first=bool(i))) for i in range(2)
-    )
+    later, first = (onnx.load(exported(name, True, False, folder / f"{i}.onnx", first=bool(i))) for i in range(2))
     weights: dict[tuple[Any, ...], onnx.TensorProto] = {}
     bodies = []
     for prefix, model in (("later", later), ("first", first)):
@@ -232,9 +226,7 @@ def merged(name: str, folder: Path) -> onnx.ModelProto:
     choice = onnx.helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
     results = [y.name for y in later.graph.output]
     node = onnx.helper.make_node("If", [choice.name], results, then_branch=bodies[0], else_branch=bodies[1])
-    graph = onnx.helper.make_graph(
-        [node], "merged", [*later.graph.input, choice], later.graph.output, weights.values()
-    )
+    graph = onnx.helper.make_graph([node], "merged", [*later.graph.input, choice], later.graph.output, weights.values())
     return onnx.helper.make_model(graph, opset_imports=later.opset_import, ir_version=later.ir_version)
 
 
@@ -257,15 +249,11 @@ def test_an_exported_model_trains_as_pytorch_does(name: str, dynamo: bool, tmp_p
     executor, feeds = compiled(path, name, dynamo), feeds_of(name, cache=False)
     equal_training(executor, name, feeds)
     running = onnxruntime.InferenceSession(executor.trained(into=path).SerializeToString())
-    np.testing.assert_allclose(
-        running.run(["logits"], feeds)[0], executor.predict(**feeds)["logits"], atol=1e-5
-    )
+    np.testing.assert_allclose(running.run(["logits"], feeds)[0], executor.predict(**feeds)["logits"], atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "dynamo"), cases(cache=True))
-def test_a_decoder_with_a_cache_trains_and_generates_after_it(
-    name: str, dynamo: bool, tmp_path: Path
-) -> None:
+def test_a_decoder_with_a_cache_trains_and_generates_after_it(name: str, dynamo: bool, tmp_path: Path) -> None:
     path = exported(name, True, dynamo, tmp_path / "model.onnx")
     executor, feeds = compiled(path, name, dynamo), feeds_of(name, cache=True)
     before = by_cache(executor.trained(into=path), name)

@@ -54,9 +54,7 @@ def tokenizer_of(kind: str, folder: Path) -> Any:
         made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
         made.normalizer = tokenizers.normalizers.BertNormalizer()
         made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-        trainer = tokenizers.trainers.WordPieceTrainer(
-            vocab_size=60, special_tokens=names, show_progress=False
-        )
+        trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=60, special_tokens=names, show_progress=False)
         special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), names, strict=True))
     made.train_from_iterator(TEXTS, trainer)
     processors = tokenizers.processors
@@ -83,9 +81,7 @@ def written(folder: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:.*are cut off")
 def test_tokens_are_those_of_transformers(kind: str, pair: str | None, context: int, tmp_path: Path) -> None:
     tokenizer, file = tokenizer_of(kind, tmp_path), written(tmp_path)
-    found = data.labelled_text(
-        str(file), pair=pair, tokenizer=str(tmp_path / "tokenizer.json"), context=context
-    )
+    found = data.labelled_text(str(file), pair=pair, tokenizer=str(tmp_path / "tokenizer.json"), context=context)
     texts = [TEXTS] if pair is None else [TEXTS, ANSWERS]
     expected = tokenizer(
         *texts,

@@ -22,9 +22,7 @@ GROUPED: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "
 DECODERS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, **GROUPED),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, **GROUPED, sliding_window=4, final_logit_softcapping=3.0
-    ),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **GROUPED, sliding_window=4, final_logit_softcapping=3.0),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=41,
         n_positions=16,
@@ -132,17 +130,13 @@ def test_exported_experts_train_as_in_pytorch_and_so_do_their_adapters(name: str
         expected = own(input_ids=torch.tensor(IDS), labels=torch.tensor(LABELS)).loss
         expected.backward()
         optimizer.step()
-        assert executor.step(input_ids=IDS, labels=LABELS)["loss"] == pytest.approx(
-            float(expected.detach()), abs=1e-5
-        )
+        assert executor.step(input_ids=IDS, labels=LABELS)["loss"] == pytest.approx(float(expected.detach()), abs=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         step = graphopt.compile(path, **steps, adapter=passes.LoRA(rank=2))
     executor = graphopt.Executor(step, native=False)
     weights = {x.rpartition(".lora_")[0].removesuffix(".weight") for x in executor.parameters}
-    assert {x.rpartition(".")[2] for x in weights} == {
-        f"{x}_proj" for x in ("q", "k", "v", "o", "gate_up", "down")
-    }
+    assert {x.rpartition(".")[2] for x in weights} == {f"{x}_proj" for x in ("q", "k", "v", "o", "gate_up", "down")}
     for _ in range(5):
         executor.step(input_ids=IDS, labels=LABELS)
     model.save_pretrained(tmp_path / "hf")

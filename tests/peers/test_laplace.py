@@ -34,9 +34,7 @@ def test_variances_are_laplace_torchs(structure: str, task: str) -> None:
     unsure = passes.LastLayerLaplace(0.7, structure, task)
     (name,) = [value.name for value in graphopt.load(file).graph.inputs]
     (output,) = [value.name for value in graphopt.load(file).graph.outputs]
-    found = graphopt.run(
-        graphopt.calibrate(file, {name: x.numpy(), "target": y.numpy()}, unsure), {name: x.numpy()}
-    )
+    found = graphopt.run(graphopt.calibrate(file, {name: x.numpy(), "target": y.numpy()}, unsure), {name: x.numpy()})
     module = module.double()
     peer = laplace.Laplace(
         module, task, subset_of_weights="last_layer", hessian_structure=structure, prior_precision=0.7

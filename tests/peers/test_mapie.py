@@ -29,9 +29,7 @@ class Network(ClassifierMixin, BaseEstimator):
         return self
 
     def predict_proba(self, x: np.ndarray) -> np.ndarray:
-        return graphopt.run(self.file, {"x": x.reshape(-1, 1, 8, 8).astype(np.float32)})["y"].astype(
-            np.float64
-        )
+        return graphopt.run(self.file, {"x": x.reshape(-1, 1, 8, 8).astype(np.float32)})["y"].astype(np.float64)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         return self.predict_proba(x).argmax(1)
@@ -88,9 +86,7 @@ def test_sets_are_mapies(trained: Any, score: str, alpha: float, monkeypatch: py
     expected = peer.predict_set(flat[1200:], **options)[1][:, :, 0]
     sure, rows = passes.PredictionSet(alpha, score), np.arange(700, 1200)
     if score == "raps":  # MAPIE chooses the penalty and the rank by rows of their own
-        kept, _ = next(
-            StratifiedShuffleSplit(1, test_size=own.size_raps, random_state=0).split(rows, y[rows])
-        )
+        kept, _ = next(StratifiedShuffleSplit(1, test_size=own.size_raps, random_state=0).split(rows, y[rows]))
         rank, rows = int(own.k_star[0]), rows[kept]
         sure = passes.PredictionSet(alpha, score, penalty=float(own.lambda_star), rank=rank)
     found = graphopt.run(graphopt.calibrate(file, (x[rows], y[rows]), sure), {"x": x[1200:]})["set"]
@@ -130,9 +126,7 @@ def test_conformalized_quantiles_are_mapies(alpha: float) -> None:
     file = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}')
     sure = graphopt.calibrate(file, (x[:200], target[:200]), passes.PredictionInterval(alpha, "cqr"))
     found = graphopt.run(sure, {"x": x[200:]})
-    peer = ConformalizedQuantileRegressor(
-        [Column(0), Column(1), Column(0)], confidence_level=1 - alpha, prefit=True
-    )
+    peer = ConformalizedQuantileRegressor([Column(0), Column(1), Column(0)], confidence_level=1 - alpha, prefit=True)
     peer.conformalize(x[:200].astype(np.float64), target[:200])
     expected = peer.predict_interval(x[200:].astype(np.float64), symmetric_correction=True)[1][:, :, 0]
     np.testing.assert_allclose(found["lower"][:, 0], expected[:, 0], rtol=0, atol=2e-6)

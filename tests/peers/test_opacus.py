@@ -24,9 +24,9 @@ def test_a_private_step_is_that_of_opacus(name: str) -> None:
     if name == "convolutions":
         module.scale = None  # a parameter of no layer
         module.forward = lambda x: module.head(
-            module.norm(
-                module.deep(nn.functional.silu(module.grouped(nn.functional.gelu(module.first(x)))))
-            ).mean((2, 3))
+            module.norm(module.deep(nn.functional.silu(module.grouped(nn.functional.gelu(module.first(x)))))).mean(
+                (2, 3)
+            )
         )
     step = graphopt.compile(
         exported(module, x[:3]),
@@ -41,9 +41,7 @@ def test_a_private_step_is_that_of_opacus(name: str) -> None:
         )
         oracle = nn.Sequential(*inner, nn.AdaptiveAvgPool2d(1), nn.Flatten(), copy.deepcopy(module.head))
         names = [
-            f"{layer}.{kind}"
-            for layer in ("first", "grouped", "deep", "norm", "head")
-            for kind in ("weight", "bias")
+            f"{layer}.{kind}" for layer in ("first", "grouped", "deep", "norm", "head") for kind in ("weight", "bias")
         ]
     else:
         oracle, names = copy.deepcopy(module), [name for name, _ in module.named_parameters()]

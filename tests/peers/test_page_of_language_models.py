@@ -110,9 +110,7 @@ def test_what_the_page_gives_computes_what_python_trains(
     assert abs(expected - base).max() > 0.3
     with torch.no_grad():
         adapted = (
-            peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path)
-            .eval()(torch.tensor(ids))
-            .logits.numpy()
+            peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path).eval()(torch.tensor(ids)).logits.numpy()
         )
     np.testing.assert_allclose(adapted, expected, atol=5e-3)
     served = og.Model(str(site.with_name("with_slots")))

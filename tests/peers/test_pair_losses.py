@@ -120,9 +120,7 @@ def word_tokenizer() -> Any:
     return tokenizer
 
 
-def trained_by(
-    trainer: Any, config: Any, model: Any, rows: list[dict[str, Any]], folder: Path, **options: Any
-) -> Any:
+def trained_by(trainer: Any, config: Any, model: Any, rows: list[dict[str, Any]], folder: Path, **options: Any) -> Any:
     """Return a trainer of TRL's."""
     arguments: dict[str, Any] = {"use_cpu": True, "report_to": [], "bf16": False}
     arguments |= {"output_dir": str(folder), "per_device_train_batch_size": len(rows)}
@@ -190,9 +188,7 @@ def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
     path = save_lines(tmp_path / "pairs.jsonl", EXAMPLES)
     rows = graphopt.data.text(path, tokenizer=str(tmp_path)).arrays
     for end in ("", "_rejected"):
-        both = [
-            (x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (rows, feeds)
-        ]
+        both = [(x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (rows, feeds)]
         mine, theirs = ([tuple(t * m) for t, m in zip(*pair, strict=True)] for pair in both)
         assert sorted(mine) == sorted(theirs)
     save_logits(model, batch["input_ids"], tmp_path / "model.onnx")
@@ -231,9 +227,7 @@ def test_preferences_without_a_reference_are_trls(decoder: Any, loss: Any, tmp_p
     ):
         feeds[name], feeds[f"{name}_rejected"] = (part.numpy() for part in x.chunk(2))
     save_logits(model, both["concatenated_input_ids"], tmp_path / "model.onnx")
-    steps_agree(
-        loss, feeds, model, lambda: trainer.get_batch_loss_metrics(model, batch)[0], tmp_path / "model.onnx"
-    )
+    steps_agree(loss, feeds, model, lambda: trainer.get_batch_loss_metrics(model, batch)[0], tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize(
@@ -268,9 +262,7 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
     read = graphopt.data.text(save_lines(tmp_path / "rows.jsonl", rows), tokenizer=str(tmp_path)).arrays
     for end in prefixes.values():
-        both = [
-            (x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (read, feeds)
-        ]
+        both = [(x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (read, feeds)]
         mine, theirs = ([tuple(t * m) for t, m in zip(*pair, strict=True)] for pair in both)
         trimmed = [[np.trim_zeros(np.array(x), "b").tolist() for x in side] for side in (mine, theirs)]
         assert sorted(trimmed[0]) == sorted(trimmed[1])
@@ -289,9 +281,7 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
 )
 def test_grpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
     model, rng = copy.deepcopy(decoder), np.random.default_rng(3)
-    theirs = {
-        "epsilon" if name == "epsilon_low" else name: x for name, x in options.items() if name != "beta"
-    }
+    theirs = {"epsilon" if name == "epsilon_low" else name: x for name, x in options.items() if name != "beta"}
     theirs |= {"max_completion_length": 5, "num_generations": 4, "gradient_accumulation_steps": 1}
     kind = functools.partial(trl.GRPOTrainer, reward_funcs=lambda completions, **_: [0.0] * len(completions))
     rows = [{"prompt": "w1 w2"}] * 4
@@ -333,9 +323,7 @@ def digits(completions: list[str], **_: Any) -> list[float | None]:
     return [None if text == "xx" else sum(c.isdigit() for c in text) / 7 for text in completions]
 
 
-def advantages_of_trl(
-    completions: list[str], scale: str, functions: Sequence[Any], weights: list[float]
-) -> np.ndarray:
+def advantages_of_trl(completions: list[str], scale: str, functions: Sequence[Any], weights: list[float]) -> np.ndarray:
     """Return what the code of TRL's trainer computes from the rewards of completions."""
     count, trainer = len(functions), trl.GRPOTrainer
     accelerate.PartialState(cpu=True)

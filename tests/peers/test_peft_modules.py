@@ -30,9 +30,7 @@ class Nested(nn.Module):
         inner = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8))
         self.layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), inner)
         self.lists = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(8, 8))])
-        self.layers = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), 2
-        )
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), 2)
         self.bias = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 4)
 
@@ -100,9 +98,7 @@ def test_modules_have_their_own_names(dynamo: bool, tmp_path: Path) -> None:
 def test_a_convolution_with_a_folded_normalization_is_refused(dynamo: bool, tmp_path: Path) -> None:
     _, path = exported(Normalized, dynamo, tmp_path / "model.onnx")
     executor = trained(path, passes.LoRA(rank=2))
-    with pytest.raises(
-        graphopt.GraphoptError, match="folded into it, such as BatchNormalization: save it by"
-    ):
+    with pytest.raises(graphopt.GraphoptError, match="folded into it, such as BatchNormalization: save it by"):
         graphopt.save_adapter(executor, tmp_path / "a", form="peft")
     assert not (tmp_path / "a").exists()
 

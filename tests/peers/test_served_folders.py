@@ -156,9 +156,7 @@ def test_an_exported_folder_computes_what_pytorch_does(tmp_path, monkeypatch, ca
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     special = ["<unk>", "<s>", "</s>"]
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet
-    )
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(SUMS, trainer)
     named = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
@@ -180,12 +178,7 @@ def test_an_exported_folder_computes_what_pytorch_does(tmp_path, monkeypatch, ca
     assert cli.main(arguments) == 0
     adapted = peft.PeftModel.from_pretrained(model, "run/peft").eval()
     again = ["adapter=loaded", "adapter.path=run/peft", "folder=again", "fit.epochs=1"]
-    assert (
-        cli.main(
-            ["base", *[x for x in RUN.split() if not x.startswith(("adapter", "folder", "fit"))], *again]
-        )
-        == 0
-    )
+    assert cli.main(["base", *[x for x in RUN.split() if not x.startswith(("adapter", "folder", "fit"))], *again]) == 0
     assert cli.main(["export", "folder=again", "form=peft"]) == 0
     loaded, first = (folders.read_folder(Path(x) / "peft") for x in ("again", "run"))
     assert [x.path for x in loaded.modules] == [x.path for x in first.modules]
@@ -203,9 +196,7 @@ def test_an_exported_folder_computes_what_pytorch_does(tmp_path, monkeypatch, ca
     assert (run / "peft" / "tokenizer.json").read_bytes() == Path("base/tokenizer.json").read_bytes()
     monkeypatch.syspath_prepend(str(CONVERTERS))
     base = importlib.import_module("conversion.base")
-    monkeypatch.setattr(
-        base.TextModel, "get_vocab_base_pre", lambda *_: "gpt-2"
-    )  # it knows tokenizers by a hash
+    monkeypatch.setattr(base.TextModel, "get_vocab_base_pre", lambda *_: "gpt-2")  # it knows tokenizers by a hash
     converted(
         "convert_hf_to_gguf.py",
         "source",

@@ -37,9 +37,7 @@ JINJA = """{% for m in messages %}{% set role = {'user': 'U', 'assistant': 'A', 
 {% endif %}{% endfor %}{{ "A:" if add_generation_prompt else eos_token }}"""
 
 
-@pytest.mark.parametrize(
-    "template", [CHATML, MARKED, SYSTEM, JINJA], ids=["chatml", "marked", "system", "jinja"]
-)
+@pytest.mark.parametrize("template", [CHATML, MARKED, SYSTEM, JINJA], ids=["chatml", "marked", "system", "jinja"])
 def test_chats_are_those_of_transformers(template: str, tmp_path: Path) -> None:
     file = save_tokenizer(tmp_path, template, bos_token="<|im_start|>")
     tools = [{"type": "function", "function": {"name": "look", "description": "Look \N{SNOWMAN} up"}}]
@@ -77,9 +75,7 @@ def test_marked_answers_are_those_of_transformers(tmp_path: Path) -> None:
     for i, chat in enumerate(CHATS):
         expected = reference.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         inside = np.asarray(rows["segments"])[i] == 0
-        assert (
-            np.asarray(rows["completion_mask"])[i][inside].astype(int).tolist() == expected["assistant_masks"]
-        )
+        assert np.asarray(rows["completion_mask"])[i][inside].astype(int).tolist() == expected["assistant_masks"]
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
@@ -167,9 +163,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     ).eval()
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
-    environment = {
-        name: x for name, x in os.environ.items() if name != "PYTHONPATH"
-    }  # tests have `builders`, too
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}  # tests have `builders`, too
     command = [
         sys.executable,
         "-m",
@@ -191,9 +185,7 @@ def test_greedy_tokens_are_those_of_transformers_and_genai(built: tuple[Any, Pat
     writer = graphopt.TextGenerator(folder / "model.onnx")
     for text in ("Twinkle, twinkle", "Up above \N{SNOWMAN}"):
         start = writer.encoded(text)
-        whole = model.generate(torch.tensor([start]), do_sample=False, max_new_tokens=40, pad_token_id=0)[
-            0
-        ].tolist()
+        whole = model.generate(torch.tensor([start]), do_sample=False, max_new_tokens=40, pad_token_id=0)[0].tolist()
         expected = [token for token in whole[len(start) :] if token != 0]
         assert len(set(expected)) > 5
         assert list(writer.tokens(start, max_tokens=40)) == expected
@@ -206,9 +198,7 @@ def test_greedy_tokens_are_those_of_transformers_and_genai(built: tuple[Any, Pat
         assert [token for token in generator.get_sequence(0)[len(start) :].tolist() if token != 0] == expected
 
 
-def test_a_trained_file_continues_as_its_weights_do_in_transformers(
-    built: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_a_trained_file_continues_as_its_weights_do_in_transformers(built: tuple[Any, Path], tmp_path: Path) -> None:
     import passes
 
     _, folder = built
@@ -236,9 +226,7 @@ def test_packed_rows_have_the_loss_of_separate_rows(built: tuple[Any, Path], tmp
     for packed in (False, True):
         rows = data.text(path, packed=packed, **options)
         loss = passes.CausalLanguageModel(completion_only=True, packed=packed)
-        executor = graphopt.Executor(
-            graphopt.compile(folder / "model.onnx", loss=loss, optimizer=passes.SGD())
-        )
+        executor = graphopt.Executor(graphopt.compile(folder / "model.onnx", loss=loss, optimizer=passes.SGD()))
         losses.append(graphopt.evaluate(executor, rows, batch_size=100)["loss"])
     assert len(rows) < len(pairs) / 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

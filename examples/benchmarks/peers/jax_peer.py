@@ -137,13 +137,9 @@ def build(job: Job) -> Step:
     running = {name: array for name, array in arrays.items() if name.endswith(RUNNING)}
     weights = {name: array for name, array in arrays.items() if name not in running}
     images = job.data[0][0].ndim == 4
-    batches = [
-        (jnp.asarray(x.transpose(0, 2, 3, 1) if images else x), jnp.asarray(target)) for x, target in job.data
-    ]
+    batches = [(jnp.asarray(x.transpose(0, 2, 3, 1) if images else x), jnp.asarray(target)) for x, target in job.data]
 
-    def cost(
-        weights: Weights, running: Weights, x: jax.Array, target: jax.Array
-    ) -> tuple[jax.Array, Weights]:
+    def cost(weights: Weights, running: Weights, x: jax.Array, target: jax.Array) -> tuple[jax.Array, Weights]:
         new: Weights = {}
         y = network({**weights, **running}, x, new).astype(jnp.float32)
         if job.classifies:

@@ -32,9 +32,7 @@ def product(rows: int, inner: int, columns: int, stack: Shape = ()) -> Operation
     return "MatMul", (*stack, rows, inner), (*stack, inner, columns), ()
 
 
-def products(
-    rows: int, inner: int, columns: int, stack: Shape, left: bool, right: bool
-) -> Iterator[Operation]:
+def products(rows: int, inner: int, columns: int, stack: Shape, left: bool, right: bool) -> Iterator[Operation]:
     """Yield a product of two matrices, and the products that compute its gradients."""
     yield product(rows, inner, columns, stack)
     if left:
@@ -53,9 +51,7 @@ def operations(model: onnx.ModelProto, batch: int) -> Iterator[tuple[Operation, 
     shapes: dict[str, Shape] = {array.name: tuple(array.dims) for array in graph.initializer}
     for value in (*graph.input, *graph.value_info, *graph.output):
         shapes[value.name] = tuple(d.dim_value for d in value.type.tensor_type.shape.dim)
-    trained = {
-        array.name for array in graph.initializer if array.data_type == TensorProto.FLOAT and array.dims
-    }
+    trained = {array.name for array in graph.initializer if array.data_type == TensorProto.FLOAT and array.dims}
     for node in graph.node:
         a, b = (shapes.get(name, ()) for name in (*node.input, "")[:2])
         left, right = (name in trained for name in (*node.input, "")[:2])
@@ -86,9 +82,7 @@ def session(operation: Operation, threads: int) -> tuple[onnxruntime.InferenceSe
     feeds = {"a": random.standard_normal(a, np.float32), "b": random.standard_normal(b, np.float32)}
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.graph_optimization_level = (
-        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    )  # keeps repetitions apart
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # keeps repetitions apart
     count = 1
     while True:
         names = [f"y{i}" for i in range(count)]

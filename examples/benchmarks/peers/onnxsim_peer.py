@@ -37,9 +37,7 @@ def with_loss(job: Job) -> onnx.ModelProto:
     graph.input[0].type.tensor_type.shape.dim[0].dim_value = batch
     graph.input.append(helper.make_tensor_value_info("target", TensorProto.FLOAT, [batch, classes]))
     graph.initializer.append(
-        helper.make_tensor(
-            "share", TensorProto.FLOAT, [], [-1 / batch if job.classifies else 1 / (batch * classes)]
-        )
+        helper.make_tensor("share", TensorProto.FLOAT, [], [-1 / batch if job.classifies else 1 / (batch * classes)])
     )
     graph.node.extend(onnx.parser.parse_graph(CROSS_ENTROPY if job.classifies else SQUARES).node)
     del graph.output[:]

@@ -123,9 +123,7 @@ def confined(cores: int) -> Callable[[], None] | None:
 def reason(errors: str, code: int, patience: float = PATIENCE) -> str:
     """Return the line of a traceback that names the error."""
     if code < 0:
-        return f"ended by signal {-code}" + (
-            f": out of memory, or over {patience:.0f} s" if code == -9 else ""
-        )
+        return f"ended by signal {-code}" + (f": out of memory, or over {patience:.0f} s" if code == -9 else "")
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Fail)\b.*: ", line)]
     return (named or lines or [f"ended with {code}"])[-1][:250]

@@ -133,9 +133,7 @@ def brief(table: Sequence[Any], titles: Mapping[str, str]) -> str:
     return "\n".join(lines).replace("|  |", f"| {title} |", 1)
 
 
-def markdown(
-    table: Sequence[Any], titles: Mapping[str, str], machine: str, versions: Mapping[str, str]
-) -> str:
+def markdown(table: Sequence[Any], titles: Mapping[str, str], machine: str, versions: Mapping[str, str]) -> str:
     """Return a page with all results."""
     rounds = min((len(result.rounds) for result in table if result.rounds), default=0)
     lines = [

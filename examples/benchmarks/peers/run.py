@@ -107,9 +107,7 @@ def check(results: Sequence[Result], tolerance: float = TOLERANCE) -> None:
         result.apart = disagreement(result.losses, reference.losses)
         rounds = result.peer.endswith(("medium", "autocast"))
         if not result.apart <= (max(ROUNDED, tolerance) if rounds else tolerance):
-            result.error = (
-                f"trains something else: losses differ from {reference.peer}'s by {result.apart:.2g}"
-            )
+            result.error = f"trains something else: losses differ from {reference.peer}'s by {result.apart:.2g}"
 
 
 def compare(
@@ -234,9 +232,7 @@ def arguments() -> argparse.Namespace:
         help="an interpreter to use instead of a new environment",
     )
     parser.add_argument("--write", type=Path, default=HERE.parent / "RESULTS.md")
-    parser.add_argument(
-        "--readme", type=Path, default=ROOT / "README.md", help="the page whose table is replaced"
-    )
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the page whose table is replaced")
     guide = ROOT / "examples" / "guides" / "benchmarks.md"
     parser.add_argument("--guide", type=Path, default=guide, help="the page whose tables are replaced")
     parser.add_argument("--pictures", type=Path, default=ROOT / "examples" / "pictures")

@@ -133,9 +133,7 @@ def network(job: Job) -> nn.Module:
             arrays[f"lstm.{name}"] = np.concatenate([i, f, c, o])
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     state = built.state_dict()
-    built.load_state_dict(
-        tensors | {name: x for name, x in state.items() if name.endswith("num_batches_tracked")}
-    )
+    built.load_state_dict(tensors | {name: x for name, x in state.items() if name.endswith("num_batches_tracked")})
     return built.train()
 
 
@@ -146,9 +144,7 @@ def build(job: Job) -> Step:
         raise RuntimeError(f"PyTorch {torch.__version__} finds no GPU: install its build for CUDA")
     torch.set_float32_matmul_precision("high" if job.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = job.precision == "tf32"
-    if (
-        "medium" in job.words
-    ):  # on CPUs, this and not torch.set_float32_matmul_precision chooses oneDNN's products
+    if "medium" in job.words:  # on CPUs, this and not torch.set_float32_matmul_precision chooses oneDNN's products
         for kind in (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn):
             kind.fp32_precision = "bf16"
     built = network(job).to(job.device)

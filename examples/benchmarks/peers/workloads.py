@@ -94,9 +94,7 @@ def cnn(network: Network) -> str:
         x, depth = network("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]), channels
     hidden = network(
         "Relu",
-        network.linear(
-            network("Reshape", x, network.constant(0, -1, dtype=np.int64)), "hidden", 64 * 7 * 7, 128
-        ),
+        network.linear(network("Reshape", x, network.constant(0, -1, dtype=np.int64)), "hidden", 64 * 7 * 7, 128),
     )
     return network.linear(hidden, "head", 128, 10)
 

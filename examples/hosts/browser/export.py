@@ -30,9 +30,7 @@ PAGE = ("index.html", "page.js", "page.css")
 
 def main(site: Path = HERE / "site") -> None:
     if not RUNTIME.exists():
-        sys.exit(
-            f"{RUNTIME}: expected ONNX Runtime for the browser, found none: run `npm install` in {TESTS}"
-        )
+        sys.exit(f"{RUNTIME}: expected ONNX Runtime for the browser, found none: run `npm install` in {TESTS}")
     step = graphopt.compile(
         graphopt.models.cnn((1, 8, 8), 10, channels=(16, 32), hidden=64),
         loss=passes.CrossEntropy(),

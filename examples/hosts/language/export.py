@@ -30,9 +30,7 @@ def main(decoder: Path, site: Path = HERE / "site", rank: int = 8) -> None:
             sys.exit(f"{needed}: expected it, found none: run `npm install` in {MODULES.parent}")
     for name in (*FILES, "model.onnx"):
         if not (decoder / name).is_file():
-            sys.exit(
-                f"{decoder}: expected the folder of a decoder with {name}, found none: see {HERE / 'README.md'}"
-            )
+            sys.exit(f"{decoder}: expected the folder of a decoder with {name}, found none: see {HERE / 'README.md'}")
     step = graphopt.compile(
         decoder / "model.onnx",
         adapter=passes.LoRA(rank=rank, alpha=2 * rank),

@@ -263,9 +263,7 @@ def table(results: dict[str, dict[str, str]], titles: Sequence[str], graphs: Ite
 
 def main() -> None:
     """Run the hosts and write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="run the hosts whose names contain this word")
     parser.add_argument("--table", choices=TABLES, action="append", help="run the graphs of this table")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "matrix")

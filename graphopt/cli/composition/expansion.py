@@ -68,13 +68,9 @@ def check_text(file: str | PathLike[str], text: bytes) -> None:
                 raise GraphoptError(f"{file}: expected a mapping or a list, found {event.value[:80]!r}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_LEVELS:
-                raise GraphoptError(
-                    f"{file}: expected mappings and lists of at most {MOST_LEVELS} levels, found more"
-                )
+                raise GraphoptError(f"{file}: expected mappings and lists of at most {MOST_LEVELS} levels, found more")
     except UnicodeDecodeError as error:
-        raise GraphoptError(
-            f"{file}: expected text in UTF-8, found byte {error.start:,}, which is not"
-        ) from error
+        raise GraphoptError(f"{file}: expected text in UTF-8, found byte {error.start:,}, which is not") from error
     except yaml.reader.ReaderError as error:
         raise GraphoptError(f"{file}: expected YAML, found the character {chr(error.character)!r}") from error
     except yaml.MarkedYAMLError as error:
@@ -132,9 +128,7 @@ class _Measure:
         while reference := REFERENCE.search(text):
             name, arguments = reference.groups()
             fields = [name] if arguments is None else arguments[1:].split(",")
-            targets = [
-                target for field in fields if (target := self._target(path, field.strip())) is not None
-            ]
+            targets = [target for field in fields if (target := self._target(path, field.strip())) is not None]
             yield from targets
             plain = self._at(targets[0]) if arguments is None and targets else None
             is_part = "${" in text[: reference.start()]  # this reference is part of the name in another one

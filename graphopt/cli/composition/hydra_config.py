@@ -159,16 +159,12 @@ class CommandLine:
                         f"{line}: expected one folder, found several: run the command for each of them, without -m"
                     )
                 if override.is_interval_sweep() and not {"sweep", "hydra/sweeper"} & {*keys}:
-                    raise GraphoptError(
-                        f"{line}: expected sweep=optuna beside it, which draws from intervals"
-                    )
+                    raise GraphoptError(f"{line}: expected sweep=optuna beside it, which draws from intervals")
                 continue
             if override.key_or_group == "sweep" and override.value() not in ("none", None):
                 raise GraphoptError(f"{line}: expected -m beside it, found none: graphopt -m {line} ...")
             if override.is_interval_sweep():
-                raise GraphoptError(
-                    f"{line}: expected one value, found an interval: search it with -m sweep=optuna"
-                )
+                raise GraphoptError(f"{line}: expected one value, found an interval: search it with -m sweep=optuna")
             if override.is_sweep_override():
                 raise GraphoptError(
                     f"{line}: expected one value, found several: run each with -m, or write a list as [a,b] and a "
@@ -222,15 +218,11 @@ def _record(overrides: Sequence[str]) -> RunRecord | None:
     resume, folder, recipe = fields.get("resume"), fields.get("folder"), fields.get("recipe")
     if isinstance(recipe, str):
         if fields.get("run") in _OF_TRAINED:
-            raise GraphoptError(
-                f"recipe={recipe}: expected folder={recipe}, whose trained model {fields['run']} uses"
-            )
+            raise GraphoptError(f"recipe={recipe}: expected folder={recipe}, whose trained model {fields['run']} uses")
         record = None if isinstance(resume, str) else RunRecord.read(Path(recipe))
         if record is None:
             found = "resume beside it" if isinstance(resume, str) else "none there"
-            raise GraphoptError(
-                f"recipe={recipe}: expected the folder of a run, for a new run, found {found}"
-            )
+            raise GraphoptError(f"recipe={recipe}: expected the folder of a run, for a new run, found {found}")
         return record
     if isinstance(resume, str):
         run = run_of(resume)
@@ -273,9 +265,7 @@ class _Reader(CachingConfigRepository):
         sources, is_new = self.get_sources(), f"config_path={config_path}" not in self.cache
         if is_new and any(entry.provider == UNTRUSTED for entry in sources):
             source = next((entry for entry in sources if entry.is_config(config_path)), None)
-            is_above = (
-                os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir
-            )
+            is_above = os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir
             if source is not None and is_above:
                 raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
             if source is not None and source.provider == UNTRUSTED:
@@ -321,15 +311,11 @@ class RecipeLoader(ConfigLoaderImpl):
         self._own = ConfigLoaderImpl(search_path)
         self._command_line, self._record = command_line, command_line.record
         self.before: Before | None = None  # what the folder has, once a recipe is composed
-        self.check: Callable[[DictConfig], object] | None = (
-            None  # of each job of a sweep, before the first one
-        )
+        self.check: Callable[[DictConfig], object] | None = None  # of each job of a sweep, before the first one
         self._entered: set[str] = set()  # the folders of runs that were checked
         self._kept: dict[str, str] = {}  # the options that the recipe has from the record
 
-    def load_configuration(
-        self, config_name: str | None, overrides: list[str], *how: Any, **named: Any
-    ) -> DictConfig:
+    def load_configuration(self, config_name: str | None, overrides: list[str], *how: Any, **named: Any) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
         overrides = [str(item.input_line) for item in _parse(*overrides) if item.key_or_group != SEARCH_PATH]
@@ -383,9 +369,7 @@ class RecipeLoader(ConfigLoaderImpl):
                 raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
             if not self.repository.group_exists(group):
                 if is_gone and group in base_recipe().keys() - {"defaults", "hydra"}:
-                    raise GraphoptError(
-                        f"{line}: expected a recipe with {group}, found its removal: leave {line} out"
-                    )
+                    raise GraphoptError(f"{line}: expected a recipe with {group}, found its removal: leave {line} out")
                 continue
             if override.is_add() and (RECIPES / group).is_dir():
                 raise GraphoptError(
@@ -420,9 +404,7 @@ class RecipeLoader(ConfigLoaderImpl):
             is_own = self._record is not None and name in self._record.fields
             if is_new and not is_own and f"${{{name}" not in OmegaConf.to_yaml(config):
                 names = [x for x in known if not str(x).startswith("hydra/")]
-                raise GraphoptError(
-                    f"{override.input_line}: {unknown('option', name, names, known_fields())}"
-                )
+                raise GraphoptError(f"{override.input_line}: {unknown('option', name, names, known_fields())}")
 
     def _repeatable(self, record: RunRecord, overrides: list[str]) -> list[str]:
         """Return overrides without those that a record has already and that Hydra would not do again.
@@ -456,9 +438,7 @@ class RecipeLoader(ConfigLoaderImpl):
                 lines.append(line)
         return lines
 
-    def _compose_config_from_defaults_list(
-        self, defaults: list[ResultDefault], repo: IConfigRepository
-    ) -> DictConfig:
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         """Compose a recipe; that of the run that the command line names has its own parts, if their option is kept."""
         config: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
         record = self._record
@@ -498,9 +478,7 @@ class RecipeLoader(ConfigLoaderImpl):
         """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""
         for name, value in swept.items():
             if not isinstance(value, bool | int | float | str) or "${" in str(value):
-                raise GraphoptError(
-                    f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}"
-                )
+                raise GraphoptError(f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}")
         runs, parser = 1, OverridesParser.create(config_loader=self)
         for override in parser.parse_overrides([f"{name}={value}" for name, value in swept.items()]):
             if override.is_sweep_override():
@@ -518,9 +496,7 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
     try:
         with hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3"):
             application: Any = GlobalHydra.instance().hydra
-            application.config_loader = RecipeLoader(
-                application.config_loader.get_search_path(), command_line
-            )
+            application.config_loader = RecipeLoader(application.config_loader.get_search_path(), command_line)
             yield application
     finally:
         for name, resolver in REFUSED_RESOLVERS.items():
@@ -560,12 +536,8 @@ def known_fields() -> tuple[str, ...]:
     """Return the paths of all fields in graphopt's own recipes, those that are named most last."""
     fields = [name for name, _ in flattened(base_recipe())]
     own = [name for name in fields if not name.startswith(("defaults", "hydra", "models", "pipeline"))]
-    groups = sorted(
-        path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep")
-    )
-    parts = [
-        f"{path.parent.name}.{name}" for path in groups for name, _ in flattened(OmegaConf.load(path)) if name
-    ]
+    groups = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep"))
+    parts = [f"{path.parent.name}.{name}" for path in groups for name, _ in flattened(OmegaConf.load(path)) if name]
     groups_alone = [path.parent.name for path in groups]
     return tuple(dict.fromkeys(x.partition("[")[0] for x in reversed([*own, *groups_alone, *parts])))
 
@@ -588,9 +560,7 @@ def flattened(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
     if isinstance(node, DictConfig | ListConfig):
         node = plain_of(node)
-    items: Any = (
-        node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    )
+    items: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     if not items:
         yield path, node
     for key, value in items:

@@ -70,9 +70,7 @@ from graphopt.training.rollouts import Rollouts
 
 _OTHER_MODELS = {
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "PyTorch's: export it with torch.onnx.export"),
-    **dict.fromkeys(
-        (".h5", ".keras", ".pb"), "TensorFlow's: export it with tf2onnx, or model.export(format='onnx')"
-    ),
+    **dict.fromkeys((".h5", ".keras", ".pb"), "TensorFlow's: export it with tf2onnx, or model.export(format='onnx')"),
     ".tflite": "TensorFlow Lite's: convert it with tf2onnx",
     **dict.fromkeys((".pkl", ".pickle", ".joblib"), "a pickle: convert it with skl2onnx"),
     ".safetensors": "weights without a graph: name the model that they belong to",
@@ -124,9 +122,7 @@ class Recipe:
         self.command_line = command_line
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
-            if choice == "none" and (
-                f"{group}=none" in command_line.said or not _names_target(config.get(group))
-            ):
+            if choice == "none" and (f"{group}=none" in command_line.said or not _names_target(config.get(group))):
                 config[group] = None  # an experiment may set fields of a step that is omitted
         self.composed = config.copy()  # for `.hydra`
         plain = plain_of(config)
@@ -210,11 +206,7 @@ class Recipe:
             return {}
         model = load(name, limits=self.limits)
         note = Encoders.read(model)  # of a training graph
-        inputs = (
-            [name_of(x) for x in model.graph.inputs if not x.is_initializer()]
-            if note is None
-            else note.inputs
-        )
+        inputs = [name_of(x) for x in model.graph.inputs if not x.is_initializer()] if note is None else note.inputs
         takes_strings = note is not None or bool(string_inputs(model))
         return {"features": dict(zip(inputs, inputs, strict=True))} if takes_strings else {}
 
@@ -386,8 +378,7 @@ class Recipe:
                 meant.reverse()
             near = meant[0] or meant[1]
             raise GraphoptError(
-                f"model {name!r}: no such file{f', nearest: {near!r}' if near else ''}; built-in: "
-                f"{', '.join(models)}"
+                f"model {name!r}: no such file{f', nearest: {near!r}' if near else ''}; built-in: {', '.join(models)}"
             )
 
     @functools.cached_property
@@ -412,9 +403,7 @@ class Recipe:
         """Return the passes that calibrate, one after the other."""
         found = [self._build(key) for key in ("calibrate", "conformal") if self.fields.get(key)]
         if not found:
-            raise GraphoptError(
-                "calibrate: expected calibrate or conformal, found calibrate=none conformal=none"
-            )
+            raise GraphoptError("calibrate: expected calibrate or conformal, found calibrate=none conformal=none")
         return found
 
     def halves(self) -> StepHalves:

@@ -62,9 +62,7 @@ class RunRecord:
         resolved = mapping(read_config(folder / CONFIG))
         place = folder / HYDRA
         if not all((place / name).is_file() for name in (COMPOSED, OPTIONS, OVERRIDES)):
-            return cls(
-                folder, _with_references(resolved), resolved, _choices(resolved), strangers=(_uri(folder),)
-            )
+            return cls(folder, _with_references(resolved), resolved, _choices(resolved), strangers=(_uri(folder),))
         fields, hydra, overrides = (read_config(place / name) for name in (COMPOSED, OPTIONS, OVERRIDES))
         runtime = mapping(select(hydra, "hydra.runtime"))
         return cls(
@@ -180,8 +178,7 @@ def _with_references(resolved: object) -> Mapping[str, object]:
     fields = dict(mapping(resolved))
     steps = mapping(fields.get("pipeline"))
     pipeline = {
-        name: f"${{{name}}}" if name in fields and fields[name] == step else step
-        for name, step in steps.items()
+        name: f"${{{name}}}" if name in fields and fields[name] == step else step for name, step in steps.items()
     }
     return {**fields, "pipeline": pipeline}
 
@@ -189,10 +186,7 @@ def _with_references(resolved: object) -> Mapping[str, object]:
 def _choices(resolved: Fields) -> dict[str, str]:
     """Return names for the options of a recipe that does not say them: `none`, or the name of the class."""
     parts = {name: node for name, node in resolved.items() if node is None or "_target_" in mapping(node)}
-    return {
-        name: "none" if node is None else str(node["_target_"]).rpartition(".")[2]
-        for name, node in parts.items()
-    }
+    return {name: "none" if node is None else str(node["_target_"]).rpartition(".")[2] for name, node in parts.items()}
 
 
 def _uri(folder: Path) -> str:

@@ -184,9 +184,7 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
         check_mapping(node, f"models.{name}")
         outputs = node.get("outputs")  # null: the number that the data needs
         if outputs is not None and (type(outputs) is not int or outputs < 1):
-            raise GraphoptError(
-                f"models.{name}.outputs: expected a number of outputs or null, found {outputs!r}"
-            )
+            raise GraphoptError(f"models.{name}.outputs: expected a number of outputs or null, found {outputs!r}")
         models[name] = {field: value for field, value in node.items() if field != "outputs"}
         added[f"models.{name}"] = ("features", "outputs")
     training = {name: value for name, value in fields["fit"].items() if name not in OF_COMMAND}
@@ -201,9 +199,7 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
         )
     limit = (fields["callbacks"].get("time_limit") or {}).get("limit")
     if isinstance(limit, int | float) and not isinstance(limit, bool):
-        raise GraphoptError(
-            f"callbacks.time_limit: expected a time, such as '30 min', found {limit}: it needs a unit"
-        )
+        raise GraphoptError(f"callbacks.time_limit: expected a time, such as '30 min', found {limit}: it needs a unit")
     for key, target in PLAIN.items():
         check_fields(target, parts[key], key, _ADDED.get(key, ()))
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
@@ -275,9 +271,7 @@ def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> Non
             beside = [place / name for place in places for name in BESIDE if os.path.lexists(place / name)]
             for path in map(os.path.realpath, [value, *map(str, beside), *_beneath(value)]):
                 if not any(os.path.commonpath((path, folder)) == folder for folder in folders):
-                    raise _elsewhere(
-                        field, "a file below the working directory or the recipe's folder", value
-                    )
+                    raise _elsewhere(field, "a file below the working directory or the recipe's folder", value)
 
 
 def paths_in(fields: Fields, trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
@@ -361,9 +355,7 @@ def _check_logs(callbacks: Fields, command_line: CommandLine) -> None:
             place = os.path.normpath(path)
             top = place.split(os.sep)[0]
             if top.casefold() in OWN_FILES:
-                raise GraphoptError(
-                    f"{field}: expected a name that the run's own files do not have, found {path!r}"
-                )
+                raise GraphoptError(f"{field}: expected a name that the run's own files do not have, found {path!r}")
             outside = os.path.isabs(place) or top == os.pardir
             if outside and command_line.strangers and not command_line.names(field):
                 raise _elsewhere(field, "a file below the run's folder", path)
@@ -472,9 +464,7 @@ def rules_of(named: Mapping[str, str] | None, trust: Sequence[str] = ()) -> Rule
     return rules
 
 
-def reward_of(
-    named: str | Sequence[str] | None, trust: Sequence[str] = ()
-) -> list[Callable[..., Any]] | None:
+def reward_of(named: str | Sequence[str] | None, trust: Sequence[str] = ()) -> list[Callable[..., Any]] | None:
     """Return the functions of trusted packages that reward completions, if a recipe names some."""
     names = [named] if isinstance(named, str) else named
     for name in names or ():
@@ -581,9 +571,7 @@ def _advice(dotted: str, error: Exception) -> str:
     module = dotted.partition(".")[0]
     is_here = any(Path(file).is_file() for file in (f"{module}.py", f"{module}/__init__.py"))
     is_missing = isinstance(error, ModuleNotFoundError) and error.name == module
-    return (
-        f": {module} is in this folder, which python -m graphopt searches" if is_here and is_missing else ""
-    )
+    return f": {module} is in this folder, which python -m graphopt searches" if is_here and is_missing else ""
 
 
 def _untrusted(name: object, path: str, of: str = "", home: str = "") -> GraphoptError:

@@ -28,9 +28,7 @@ TOGETHER = 32  # rows in a batch of them
 
 def training_folder(proposed: Proposal, data: Path) -> Path:
     """Return the folder to train on; of a split, propose the folder to validate on, and leave tests alone."""
-    names = sorted(
-        place.name for place in data.iterdir() if place.is_dir() and not place.name.startswith(".")
-    )
+    names = sorted(place.name for place in data.iterdir() if place.is_dir() and not place.name.startswith("."))
     parts = parts_of_split(names)
     if not parts:
         return data
@@ -59,11 +57,7 @@ def freed(proposed: Proposal, model: ir.Model, rows: int) -> ir.Model:
 
 def of_batch(proposed: Proposal, rows: object) -> str:
     """Return the end of a line about a model: whether its fixed batch is freed."""
-    return (
-        f"; its fixed batch of {rows} is freed"
-        if proposed.value("pipeline.normalize.batch") == "free"
-        else ""
-    )
+    return f"; its fixed batch of {rows} is freed" if proposed.value("pipeline.normalize.batch") == "free" else ""
 
 
 def describe(proposed: Proposal, root: Path, data: Dataset, what: str) -> list[str]:

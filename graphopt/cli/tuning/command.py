@@ -163,9 +163,7 @@ def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
         propose_logits(proposed, output)
         classes = len(rows.labels) if rows.labels else int(targets.max()) + 1
         proposed.lines["head"] = (
-            f"{classes} classes, as in the file"
-            if classes == width
-            else f"{classes} new classes in place of {width}"
+            f"{classes} classes, as in the file" if classes == width else f"{classes} new classes in place of {width}"
         )
         if classes != width and output is not None:
             proposed.head(None)
@@ -238,14 +236,10 @@ def _deeper(head: Path, proposed: Proposal) -> Proposal:
 def _last_layers(model: ir.Model) -> tuple[list[str], bool]:
     """Return the weights and the biases of the last products and convolutions, in order, and whether these are all."""
     normal = passes.Normalize()(model).model
-    layers = [
-        target for target in targets_in(normal) if target.kind != EMBEDDING and not target.is_weight_itself
-    ]
+    layers = [target for target in targets_in(normal) if target.kind != EMBEDDING and not target.is_weight_itself]
     last = layers[-max(2, round(len(layers) * LAST)) :]  # the head, and at least a layer before it
     names = [name_of(x) for target in last for x in (target.source.weight, target.bias) if x is not None]
-    return [name for name in dict.fromkeys(names) if name in normal.graph.initializers], len(last) == len(
-        layers
-    )
+    return [name for name in dict.fromkeys(names) if name in normal.graph.initializers], len(last) == len(layers)
 
 
 def _better(console: Console, *folders: Path) -> Path:

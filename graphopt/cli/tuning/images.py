@@ -142,8 +142,7 @@ def _forms(proposed: Proposal, x: ir.Value, notes: Notes) -> Iterator[_Form]:
     for layout, axis in _CHANNELS.items():
         declared = [size for i, size in enumerate(dims) if i not in (0, axis)]
         height, width = (
-            own if isinstance(own, int) else int(open_one)
-            for own, open_one in zip(declared, size, strict=True)
+            own if isinstance(own, int) else int(open_one) for own, open_one in zip(declared, size, strict=True)
         )
         for channels in (3, 1):
             fits = dims[axis] == channels or not isinstance(dims[axis], int)

@@ -91,9 +91,7 @@ def _of_config(source: str, said: Mapping[str, object]) -> Notes:
     timm = timm if isinstance(timm, Mapping) else {}
     mean, scale, shape = _numbers(timm.get("mean")), _numbers(timm.get("std")), timm.get("input_size")
     names = said.get("id2label", said.get("label_names"))
-    by_number = (
-        dict(enumerate(names)) if isinstance(names, list) else names if isinstance(names, Mapping) else {}
-    )
+    by_number = dict(enumerate(names)) if isinstance(names, list) else names if isinstance(names, Mapping) else {}
     texts = {str(number): str(name) for number, name in by_number.items()}
     labels = [texts[str(i)] for i in range(len(texts)) if str(i) in texts]
     return Notes(

@@ -64,8 +64,6 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
         found_data = audio(str(root), samples=samples, channel_axis=has_channel)
     length = found_data.arrays["x"].shape[-1]
     proposed.fields |= {"data.samples": str(length)} | ({"data.channel_axis": "true"} if has_channel else {})
-    proposed.lines["model"] = (
-        f"{file}: {inputs[0].name!r} takes {length:,} samples{of_batch(proposed, dims[0])}"
-    )
+    proposed.lines["model"] = f"{file}: {inputs[0].name!r} takes {length:,} samples{of_batch(proposed, dims[0])}"
     head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
     proposed.wait(EPOCHS, PATIENCE)

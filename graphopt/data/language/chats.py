@@ -49,9 +49,7 @@ class ChatTemplate:
                 "chat_template"
             )
         if len(text) > _LONGEST:
-            raise GraphoptError(
-                f"{self._source}: expected at most {_LONGEST:,} characters, found {len(text):,}"
-            )
+            raise GraphoptError(f"{self._source}: expected at most {_LONGEST:,} characters, found {len(text):,}")
         self._text, self._variables = text, tokenizer.special
         # No chat has these marks, which are drawn at random.
         self._marks = [f"<{secrets.token_hex(16)}{end}>" for end in ("", "/")]
@@ -76,9 +74,7 @@ class ChatTemplate:
         lines = [line for line, _ in chats]
         texts = self._rendered([_request(_messages(chat), False, chat) for _, chat in chats], lines)
         texts, marked = map(list, zip(*map(self._unmarked, texts), strict=True))
-        are_marked = _GENERATION.search(self._text) is not None and not any(
-            PROMPT in chat for _, chat in chats
-        )
+        are_marked = _GENERATION.search(self._text) is not None and not any(PROMPT in chat for _, chat in chats)
         if are_marked or not finds_answers:
             return texts, marked
         parts = [(line, asked) for line, chat in chats for pair in _answers(chat) for asked in pair]
@@ -145,10 +141,7 @@ def _answers(chat: Message) -> list[tuple[dict[str, object], dict[str, object]]]
     places = [(i, i + 1) for i, message in enumerate(messages) if message["role"] == "assistant"]
     if PROMPT in chat:
         places = [(len(chat[PROMPT]), len(messages))]
-    return [
-        (_request(messages[:start], True, chat), _request(messages[:end], False, chat))
-        for start, end in places
-    ]
+    return [(_request(messages[:start], True, chat), _request(messages[:end], False, chat)) for start, end in places]
 
 
 def _request(messages: Sequence[Message], begins: bool, chat: Message | None = None) -> dict[str, object]:

@@ -87,19 +87,13 @@ def read_sequences(
     (kind,) = kinds
     if kind == (_TEXT,):
         if completion_only:
-            raise GraphoptError(
-                f"{path}: expected prompts and completions, or chats, for completion_only, found texts"
-            )
+            raise GraphoptError(f"{path}: expected prompts and completions, or chats, for completion_only, found texts")
         return _documents((item[_TEXT] for _, _, item in found), vocabulary)
     items = [(line, item) for _, line, item in found]
     with naming(path):
         if kind in (_PREFERENCE, _LABELLED):
             labels = [bool(item[LABEL]) for _, item in items] if kind == _LABELLED else None
-            pairs = (
-                mismatched([item for _, item in items])
-                if labels
-                else [completions(item) for _, item in items]
-            )
+            pairs = mismatched([item for _, item in items]) if labels else [completions(item) for _, item in items]
             both = [(line, x) for (line, _), pair in zip(items, pairs, strict=True) for x in pair]
             tokenized = _tokenized_examples(both, vocabulary, True, template)
             return replace(tokenized, other=REJECTED if labels is None else MISMATCHED, labels=labels)
@@ -113,9 +107,7 @@ def read_prompts(path: Path) -> list[Message]:
         for number, item in read_objects(file):
             with naming(f"{file}: line {number}"):
                 if PROMPT not in item:
-                    raise GraphoptError(
-                        f"expected an object with {PROMPT}, found {', '.join(item) or 'none'}"
-                    )
+                    raise GraphoptError(f"expected an object with {PROMPT}, found {', '.join(item) or 'none'}")
                 if isinstance(item[PROMPT], list):
                     check_messages(item[PROMPT], PROMPT)
                 elif not isinstance(item[PROMPT], str):

@@ -96,9 +96,7 @@ def labelled_text(
     tokens = int(np.count_nonzero(arrays[ATTENTION]))
     if target is not None:
         arrays[TARGET] = np.asarray(table.arrays[TARGET])
-    unread = (
-        f"padding is read as text, because the graph has no input {ATTENTION!r}: export the model with it"
-    )
+    unread = f"padding is read as text, because the graph has no input {ATTENTION!r}: export the model with it"
     return Dataset(
         arrays,
         features=TOKENS,
@@ -152,9 +150,7 @@ def _padded(
             f"{source}: expected at most {MOST_TOKENS:,} tokens in all rows, found more: lower data.context"
         )
     if empty := [i for i, (tokens, _) in enumerate(rows) if not len(tokens)]:
-        raise GraphoptError(
-            f"{source}: row {empty[0]}: expected a text with a token, found none: leave out the row"
-        )
+        raise GraphoptError(f"{source}: row {empty[0]}: expected a text with a token, found none: leave out the row")
     if vocabulary.pad is None and any(len(tokens) < width for tokens, _ in rows):
         raise GraphoptError(
             f"{vocabulary.path}: expected a pad token for rows of several lengths, found none: name pad_token in "

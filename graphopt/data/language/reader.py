@@ -97,9 +97,7 @@ def text(
         source=source,
         spare=spare,
         marks=needed,
-        tokens=sum(
-            int(np.count_nonzero(np.asarray(x))) for name, x in arrays.items() if name.startswith(ATTENTION)
-        ),
+        tokens=sum(int(np.count_nonzero(np.asarray(x))) for name, x in arrays.items() if name.startswith(ATTENTION)),
     )
 
 

@@ -50,9 +50,7 @@ def _check_name(name: object) -> None:
 
 def environment(marks: list[str]) -> ImmutableSandboxedEnvironment:
     """Return Jinja's sandbox with the functions that templates of chats use."""
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.marks = marks  # type: ignore[attr-defined]
 
     def raise_exception(message: str) -> None:

@@ -56,9 +56,7 @@ def arranged(
     return {**first, **{f"{name}_{sequences.other}": x for name, x in other.items()}, **labels}
 
 
-def marks(
-    arrays: Mapping[str, Array], *, completion_only: bool, packed: bool
-) -> list[tuple[tuple[str, ...], str]]:
+def marks(arrays: Mapping[str, Array], *, completion_only: bool, packed: bool) -> list[tuple[tuple[str, ...], str]]:
     """Return the names of arrays of which a graph reads one of each group, with the warning for one that does not."""
     groups: list[tuple[tuple[str, ...], str]] = []
     for name, what, loss in (
@@ -122,9 +120,7 @@ def _shortened(pieces: Pieces, length: int, source: str, per_example: int) -> tu
     for text in texts:
         warnings.warn(f"{source}: {text}", stacklevel=2)
     if not kept:
-        raise GraphoptError(
-            f"{source}: expected examples with tokens to learn, found none: raise data.context"
-        )
+        raise GraphoptError(f"{source}: expected examples with tokens to learn, found none: raise data.context")
     return [piece for i in kept for piece in cut[i]], kept
 
 

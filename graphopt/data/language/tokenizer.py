@@ -196,16 +196,12 @@ class Tokenizer(Vocabulary):
         config: dict[str, Any] = {}
         for name in _CONFIGS:
             config |= _json_object(folder / name)
-        self.special = {
-            name: text for name, x in config.items() if name.endswith("_token") and (text := _text_of(x))
-        }
+        self.special = {name: text for name, x in config.items() if name.endswith("_token") and (text := _text_of(x))}
         self.start, self.end = (self._number(self.special.get(name)) for name in ("bos_token", "eos_token"))
         self.ends = frozenset(() if self.end is None else (self.end,))
         for name in _GENERATION:
             found = _json_object(folder / name)
-            ends = (
-                found.get("model", found).get(_ENDS) if isinstance(found.get("model", found), dict) else None
-            )
+            ends = found.get("model", found).get(_ENDS) if isinstance(found.get("model", found), dict) else None
             known = [x for x in (ends if isinstance(ends, list) else [ends]) if type(x) is int]
             self.ends |= frozenset(known)
             self.end = known[0] if self.end is None and known else self.end
@@ -230,9 +226,7 @@ def _try(path: Path, text: str) -> None:
     content = json.dumps(text)
     megabytes = _MEGABYTES + len(content) * _BYTES_PER_BYTE // 2**20
     with naming(str(path)):
-        found = answer(
-            _PROGRAM, content, _WHOLE, megabytes=megabytes, seconds=_SECONDS + len(content) // 2**20
-        )
+        found = answer(_PROGRAM, content, _WHOLE, megabytes=megabytes, seconds=_SECONDS + len(content) // 2**20)
     if "error" in found:
         raise GraphoptError(f"{path}: expected {_WHOLE}: {found['error']}")
 
@@ -263,9 +257,7 @@ def vocabulary_of(
     if isinstance(tokenizer, str | os.PathLike):
         return Tokenizer(tokenizer)
     if tokenizer is not None:
-        raise GraphoptError(
-            f"tokenizer: expected {FILE}, its folder or {OF_CHARACTERS!r}, found {kind_of(tokenizer)}"
-        )
+        raise GraphoptError(f"tokenizer: expected {FILE}, its folder or {OF_CHARACTERS!r}, found {kind_of(tokenizer)}")
     beside = None if near is None else tokenizer_beside(near)
     if beside is None:
         where = "" if near is None else f" beside {near}"

@@ -101,13 +101,9 @@ def _compared(
     if any(node.op_type in DRAWING for node in nodes):
         raise GraphoptError("the file draws random numbers")
     if any(node.op_type == "DynamicQuantizeLSTM" for node in nodes):
-        raise GraphoptError(
-            "each thread of its DynamicQuantizeLSTM rounds the states of its own rows by their range"
-        )
+        raise GraphoptError("each thread of its DynamicQuantizeLSTM rounds the states of its own rows by their range")
     if any(x.name == "accuracy_level" and x.i > 1 for node in nodes for x in node.attribute):
-        raise GraphoptError(
-            "its accuracy_level lets the runtime round what it multiplies by weights in few bits"
-        )
+        raise GraphoptError("its accuracy_level lets the runtime round what it multiplies by weights in few bits")
     trains = {node.op_type for node in nodes if _is_in_training(node)}
     if "Dropout" in trains:
         raise GraphoptError("the file has Dropout in training mode, which draws random numbers")
@@ -122,9 +118,7 @@ def _compared(
     if is_loss and with_role(model, Role.METRIC):
         raise GraphoptError("the loss is more than the file's own, such as with a penalty")
     try:
-        session = device.open(
-            content, device.new_session_options(optimized=False, low_memory=device.frozen == "low")
-        )
+        session = device.open(content, device.new_session_options(optimized=False, low_memory=device.frozen == "low"))
     except Exception as error:
         raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
     for x in session.get_inputs():
@@ -221,9 +215,7 @@ def _noisy(session: Session, given: Arrays, unit: float) -> Iterator[Arrays]:
 def _off_ties(device: Device, part: ir.Model, given: Arrays, unit: float) -> Iterator[Arrays]:
     """Yield predictions in which numbers half way between two integers are rounded to the other one."""
     part = part.clone()
-    quantizers = [
-        node for node in part.graph if node.op_type == "QuantizeLinear" and is_floating(node.inputs[0])
-    ]
+    quantizers = [node for node in part.graph if node.op_type == "QuantizeLinear" and is_floating(node.inputs[0])]
     with Emitter(part) as op:
         for node in quantizers:
             x = given_of(node.inputs[0])

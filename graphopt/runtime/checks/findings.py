@@ -36,9 +36,7 @@ class Finding:
     reason: str = ""
 
     def __str__(self) -> str:
-        numbers = [
-            f"{'' if x is None else format(x, '.6g'):>12}" for x in (self.norm, self.found, self.expected)
-        ]
+        numbers = [f"{'' if x is None else format(x, '.6g'):>12}" for x in (self.norm, self.found, self.expected)]
         told = f" ({self.reason})" if self.reason else ""
         return f"{self.part:8} {self.name:40} {''.join(numbers)}  {self.verdict}{told}".rstrip()
 

@@ -180,9 +180,7 @@ class FirstCheck:
             return
         try:
             self._check_room(batch)
-            yield from _Step(self._cpu, self._model, state, batch, self._device.verify == "full").findings(
-                self._origin
-            )
+            yield from _Step(self._cpu, self._model, state, batch, self._device.verify == "full").findings(self._origin)
         except NoRoom as error:
             self._has_room = False
             warnings.warn(f"the first check: {error}: gradients and updates are not checked", stacklevel=2)
@@ -233,9 +231,7 @@ class FirstCheck:
 
 def _told(passes: Mapping[str, Sequence[object]]) -> str:
     """Return passes as a text that is the same in other processes."""
-    return repr(
-        {name: [getattr(x, "__qualname__", None) or repr(x) for x in given] for name, given in passes.items()}
-    )
+    return repr({name: [getattr(x, "__qualname__", None) or repr(x) for x in given] for name, given in passes.items()})
 
 
 class _Step:
@@ -356,9 +352,7 @@ class _Step:
                 if x.dtype.kind != "f":
                     return x
                 spread = float(np.abs(x).max(initial=0.0)) or 1.0
-                return (x + ROUNDINGS_OF_NOISE * SINGLE.unit * spread * rng.uniform(-1, 1, x.shape)).astype(
-                    x.dtype
-                )
+                return (x + ROUNDINGS_OF_NOISE * SINGLE.unit * spread * rng.uniform(-1, 1, x.shape)).astype(x.dtype)
 
             state = {name: noisy(x) if name in self.gradients else x for name, x in self.state.items()}
             batch = {name: noisy(x) if name in data else x for name, x in self._batch.items()}
@@ -399,9 +393,7 @@ class _Step:
                 session = Session(self._device, part, optimized=False)
                 fed = _fed(part, {name: known[name] for name in session.inputs})
 
-                def loss(
-                    point: Arrays, session: Session = session, fed: Arrays = fed, part: ir.Model = part
-                ) -> float:
+                def loss(point: Arrays, session: Session = session, fed: Arrays = fed, part: ir.Model = part) -> float:
                     near = dict(point)
                     for name, slots in self.forward.moved.items():
                         if name in point:
@@ -487,9 +479,7 @@ class _Slopes:
         if slope.verdict == "agrees":
             yield finding("agrees")
         elif len(names) == 1:
-            yield finding(
-                slope.verdict, "" if slope.verdict == "differs" else "rounding and curvature overlap"
-            )
+            yield finding(slope.verdict, "" if slope.verdict == "differs" else "rounding and curvature overlap")
         elif self._passes > self._most_passes(slope) and not self._step.is_full:
             yield finding("not checked", f"after {self._passes} forward passes: verify='full' goes on")
         else:
@@ -499,9 +489,7 @@ class _Slopes:
                 yield finding("not checked", "they differ together, and agree in parts")
             yield from found
 
-    def _finding(
-        self, names: Sequence[str], expected: float, found: float, verdict: Verdict, how: str
-    ) -> Finding:
+    def _finding(self, names: Sequence[str], expected: float, found: float, verdict: Verdict, how: str) -> Finding:
         """Return what is found about some parameters."""
         norm = math.sqrt(sum(self._norms[name] ** 2 for name in names))
         title = names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
@@ -558,9 +546,7 @@ class _Slopes:
                 where = np.flatnonzero(g == 0)
                 direction[name] = Entries(where, signs[where % signs.size])
             else:
-                direction[name] = _periodic(
-                    np.multiply, np.ones(g.shape, bool) if self._is_double else g == 0, signs
-                )
+                direction[name] = _periodic(np.multiply, np.ones(g.shape, bool) if self._is_double else g == 0, signs)
             square += (self._entry[name] or least) ** 2 * _square(direction[name])
         return self._question(direction, self._precision.lost * math.sqrt(square), self._precision)
 
@@ -623,9 +609,7 @@ def _write_out_hard_sigmoids(model: ir.Model) -> None:
     with Emitter(model) as op:
         for node in list(model.graph):
             if node.op_type == "HardSigmoid" and not node.domain and node.inputs[0] is not None:
-                slope, shift = (
-                    node.attributes.get_float(name, x) for name, x in (("alpha", 0.2), ("beta", 0.5))
-                )
+                slope, shift = (node.attributes.get_float(name, x) for name, x in (("alpha", 0.2), ("beta", 0.5)))
                 swap(node.outputs[0], op.Clip(node.inputs[0] * slope + shift, 0.0, 1.0))
                 model.graph.remove(node, safe=True)
     model.graph.sort()

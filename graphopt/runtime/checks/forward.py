@@ -71,9 +71,7 @@ def forward_of(plain: ir.Model) -> LossFunction:
     """
     model = plain.clone() if any(node.op_type == DEQUANTIZE for node in plain.graph) else plain
     (loss,) = with_role(model, Role.LOSS)
-    gradients = {
-        name: y for node in model.graph for y in node.outputs if (name := GRADIENT_OF.read(y)) is not None
-    }
+    gradients = {name: y for node in model.graph for y in node.outputs if (name := GRADIENT_OF.read(y)) is not None}
     parameters = [x for x in with_role(model, Role.PARAMETER) if x.name in gradients]
     smoothed = _smooth_quantizers(model, loss)
     held, surrogates = _held(model, loss, parameters, smoothed)
@@ -187,9 +185,7 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
             quantizers.add(quantizer)
     model.graph.sort()
     return stopped | {
-        node
-        for node in quantizers
-        if all(user in pairs or user not in needed for user in node.outputs[0].consumers())
+        node for node in quantizers if all(user in pairs or user not in needed for user in node.outputs[0].consumers())
     }
 
 
@@ -200,16 +196,7 @@ def _is_smoothable(node: ir.Node) -> bool:
     if quantizer is None or quantizer.op_type != QUANTIZE or quantizer.domain or STOP_GRADIENT.is_set(node):
         return False
     scale = given(node.inputs[1])
-    if (
-        scale is quantizer.inputs[1]
-        and (source := scale.producer()) is not None
-        and STOP_GRADIENT.is_set(source)
-    ):
+    if scale is quantizer.inputs[1] and (source := scale.producer()) is not None and STOP_GRADIENT.is_set(source):
         return True
     first, second = constant_of(quantizer.inputs[1]), constant_of(node.inputs[1])
-    return (
-        first is not None
-        and second is not None
-        and first.shape == second.shape
-        and bool((first == second).all())
-    )
+    return first is not None and second is not None and first.shape == second.shape and bool((first == second).all())

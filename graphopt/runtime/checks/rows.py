@@ -40,9 +40,7 @@ def some_rows(model: ir.Model, batch: Arrays) -> Arrays | None:
         return None
     few = {name: x[:ROWS] for name, x in batch.items()}
     looked_up = (x for x in with_role(model, Role.DATA) if few[name_of(x)].dtype.kind != "f")
-    if not all(
-        _is_index(x, forward) and _repeats_alike(few[name_of(x)], batch[name_of(x)]) for x in looked_up
-    ):
+    if not all(_is_index(x, forward) and _repeats_alike(few[name_of(x)], batch[name_of(x)]) for x in looked_up):
         return None
     return few
 

@@ -93,9 +93,7 @@ def update_part(step: ir.Model, gradients: Mapping[str, str]) -> UpdatePart | No
     for node in (node for node in step.graph if node in needed):
         inputs = [x for x in node.inputs if x is not None]
         shapes = {x.shape if x.shape is None else tuple(x.shape) for x in (*inputs, *node.outputs)} - {()}
-        own = any(
-            len(x.shape or ()) and constant_of(x) is not None and not x.is_graph_input() for x in inputs
-        )
+        own = any(len(x.shape or ()) and constant_of(x) is not None and not x.is_graph_input() for x in inputs)
         read = [form_of(x) for x in inputs]
         of = {owner for _, owner in read if owner}
         is_elementwise = node.op_type in ELEMENTWISE_OPERATORS and not node.domain
@@ -116,9 +114,7 @@ def update_part(step: ir.Model, gradients: Mapping[str, str]) -> UpdatePart | No
         groups.setdefault(name if name in scalars else frozenset(kinds.items()), []).append(name)
     firsts = {names[0]: names for names in groups.values()}
     shown = [y for y in outputs if new[name_of(y)] in firsts]
-    part = extracted_model(
-        step, [*step.graph.inputs, *(y for y, name in given.items() if name in firsts)], shown
-    )
+    part = extracted_model(step, [*step.graph.inputs, *(y for y, name in given.items() if name in firsts)], shown)
     for x in list(part.graph.inputs):
         if not x.uses() and not x.is_graph_output():
             part.graph.inputs.remove(x)
@@ -226,9 +222,7 @@ class Updates:
         kinds, new_kinds = _by_owner(state), _by_owner(after)
         shared = {**kinds.get(STEP, {}), LEARNING_RATE: rate}
         for name, g in clips.items():
-            yield self._update(
-                optimizer, name, g, time, shared, (kinds.get(name, {}), new_kinds.get(name, {})), share
-            )
+            yield self._update(optimizer, name, g, time, shared, (kinds.get(name, {}), new_kinds.get(name, {})), share)
 
     def _accumulated(self, state: Arrays) -> Finding:
         """Return whether a step that is not the last adds gradients up, and changes no parameter."""
@@ -328,9 +322,7 @@ def _by_owner(state: Arrays) -> dict[str, Arrays]:
     return found
 
 
-def _compared(
-    name: str, expected: np.ndarray, found: np.ndarray, size: float, rule: str, norm: float
-) -> Finding:
+def _compared(name: str, expected: np.ndarray, found: np.ndarray, size: float, rule: str, norm: float) -> Finding:
     """Compare the change of a parameter or a slot of some size with that of a formula."""
     slack = 8 * SINGLE.unit * size
     lengths = [norm_of(x) for x in (expected, found)]

@@ -44,22 +44,17 @@ def digest_of(models: Iterable[ir.Model], sources: Iterable[Path], facts: object
     return hashlib.sha256(b"\0".join([*parts, repr(facts).encode()])).hexdigest()[:32]
 
 
-def write_reproducer(
-    digest: str, models: Mapping[str, ir.Model], inputs: Arrays, facts: Mapping[str, object]
-) -> Path:
+def write_reproducer(digest: str, models: Mapping[str, ir.Model], inputs: Arrays, facts: Mapping[str, object]) -> Path:
     """Write graphs, their inputs and what differs to a folder of the cache, and return the folder.
 
     Inputs and large weights are left out if they are many.
     """
     folder = cache_folder(ROOM) / f"difference-{digest[:16]}"
     constants = [
-        sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values())
-        for model in models.values()
+        sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values()) for model in models.values()
     ]
     is_small = sum(x.nbytes for x in inputs.values()) + max(constants) <= LARGEST_REPRODUCER
-    files = {
-        f"{name}.onnx": whole(model) if is_small else skeleton(model)[0] for name, model in models.items()
-    }
+    files = {f"{name}.onnx": whole(model) if is_small else skeleton(model)[0] for name, model in models.items()}
     if is_small:
         archive = io.BytesIO()
         np.savez(archive, **inputs)  # type: ignore[arg-type]

@@ -193,15 +193,12 @@ class Provider:
                     setattr(options, name, value)
                 except (AttributeError, TypeError) as error:
                     raise GraphoptError(
-                        f"session_options.{name}: expected another value, found {value!r}: "
-                        f"{str(error).splitlines()[0]}"
+                        f"session_options.{name}: expected another value, found {value!r}: {str(error).splitlines()[0]}"
                     ) from error
             elif name.startswith(ENTRIES) and not any(word in name for word in ("file", "path", "model")):
                 options.add_session_config_entry(name, str(value))
             else:
-                raise GraphoptError(
-                    unknown("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)])
-                )
+                raise GraphoptError(unknown("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)]))
         libraries = chosen.custom_ops or ()
         for library in [libraries] if isinstance(libraries, str | Path) else libraries:
             try:
@@ -285,9 +282,7 @@ class Provider:
     def allocate(self, array: np.ndarray) -> onnxruntime.OrtValue:
         """Copy an array to a new buffer."""
         try:
-            value = self.ort.OrtValue.ortvalue_from_shape_and_type(
-                list(array.shape), array.dtype.type, *self.place
-            )
+            value = self.ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type, *self.place)
         except RuntimeError as error:
             if array.dtype.isbuiltin == 2:  # of another package, such as bfloat16
                 raise _unsupported(array) from error

@@ -60,9 +60,7 @@ class _Attention:
     backward: list[ir.Node] = field(default_factory=list)
     dy: ir.Value | None = None
     gradients: list[ir.Value | None] = field(default_factory=lambda: [None] * 3)  # of q, k transposed, and v
-    muls: list[tuple[ir.Node, ir.Value]] = field(
-        default_factory=list
-    )  # with probabilities; their other operands
+    muls: list[tuple[ir.Node, ir.Value]] = field(default_factory=list)  # with probabilities; their other operands
     others: set[ir.Node] = field(default_factory=set)  # that compute shapes and masks for these nodes alone
 
 
@@ -224,12 +222,7 @@ def _has_gradient(found: _Attention, forms: NodeForms) -> bool:
             continue
         total = given(sub.inputs[1]).producer()
         form = None if total is None else forms.of(total)
-        if (
-            total is None
-            or form is None
-            or total.op_type != "ReduceSum"
-            or total.inputs[0] is not first.outputs[0]
-        ):
+        if total is None or form is None or total.op_type != "ReduceSum" or total.inputs[0] is not first.outputs[0]:
             continue
         rank = rank_of(dp)
         if form.reduced != (rank - 1,) or rank_of(total.outputs[0]) != rank:
@@ -317,9 +310,7 @@ def _masked(dy: ir.Value) -> tuple[ir.Value, int, ir.Value, list[ir.Node]] | Non
     if len(readers) == 1:
         return mul.outputs[0], _KEEP, mask, readers
     sub = readers[1]
-    is_rest = (
-        sub.op_type == "Sub" and [*sub.inputs] == [dy, mul.outputs[0]] and _readers(mul.outputs[0]) == [sub]
-    )
+    is_rest = sub.op_type == "Sub" and [*sub.inputs] == [dy, mul.outputs[0]] and _readers(mul.outputs[0]) == [sub]
     return (sub.outputs[0], _DROP, mask, readers) if is_rest and len(readers) == 2 else None
 
 
@@ -346,9 +337,7 @@ def _fits(found: _Attention) -> bool:
         return False
     for step in steps:
         x, dtype = step.tensor, ir.DataType.FLOAT if step.kind == _ADD else ir.DataType.BOOL
-        if x is not None and (
-            x.dtype != dtype or not has_sizes(x) or not rank_of(x) <= rank_of(step.y) <= MOST_AXES
-        ):
+        if x is not None and (x.dtype != dtype or not has_sizes(x) or not rank_of(x) <= rank_of(step.y) <= MOST_AXES):
             return False
     nodes = {*found.forward, *found.backward, found.product}
     results = {product, *found.gradients}

@@ -96,10 +96,7 @@ class Cluster:
         summed = {*map(varying, {*self.totals.values()})}
         has_channels = self.space.dimensions != [*rows, *columns]
         return (
-            (
-                not has_channels
-                or (self.surrounds(columns) and not any(inner & {*self.axes[y]} for y in self.totals))
-            )
+            (not has_channels or (self.surrounds(columns) and not any(inner & {*self.axes[y]} for y in self.totals)))
             and all(inner.issubset(axes) or inner.isdisjoint(axes) for axes in results | others)
             and all({*axes} in (outer | inner, outer, set()) for axes in results)
             # without columns of their own, rows may be taken twice
@@ -125,9 +122,7 @@ def find_clusters(graph: ir.Graph, forms: NodeForms, least: int = 2) -> list[Clu
     return min(choices, key=lambda clusters: _traffic(clusters, computed))
 
 
-def _grown_from(
-    seeds: Sequence[ir.Node], graph: ir.Graph, free: dict[ir.Node, NodeForm], least: int
-) -> list[Cluster]:
+def _grown_from(seeds: Sequence[ir.Node], graph: ir.Graph, free: dict[ir.Node, NodeForm], least: int) -> list[Cluster]:
     """Return the clusters that grow from nodes in some order."""
     reach, clusters = Reach(graph, free), []
     for seed in seeds:

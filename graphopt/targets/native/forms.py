@@ -140,9 +140,7 @@ def operands_of(node: ir.Node, form: NodeForm) -> dict[int, ir.Value]:
 
 def number_of(x: ir.Value | None) -> float | None:
     """Return the number of a constant that has one element, or None."""
-    if x is None or (
-        x.const_value is not None and x.const_value.size != 1
-    ):  # whose numbers nobody may have at hand
+    if x is None or (x.const_value is not None and x.const_value.size != 1):  # whose numbers nobody may have at hand
         return None
     constant = fixed(x)
     return constant.item() if constant is not None and constant.size == 1 else None
@@ -185,9 +183,7 @@ def _reduction(node: ir.Node, x: ir.Value, attributes: Attributes) -> NodeForm |
     kept = [p for p in range(rank) if keeps or p not in reduced]
     images = tuple(None if p in reduced else kept.index(p) for p in range(rank))
     return (
-        NodeForm(NodeKind.REDUCE, attributes, tuple(reduced), images)
-        if rank_of(node.outputs[0]) == len(kept)
-        else None
+        NodeForm(NodeKind.REDUCE, attributes, tuple(reduced), images) if rank_of(node.outputs[0]) == len(kept) else None
     )
 
 

@@ -69,9 +69,7 @@ class LaneLoops(Loops):
             lines.append(self._pointer(store.output, store.axes, f"restrict q_{name}"))
             if store in of_elements:
                 lines.append(f"{stored_type(store.output)} y_{name}[columns * {_LANES}];")
-        lines += [
-            f"{x.ctype} r_{x.name}[{_LANES}];" for x in numbers.all if x.extent is ROW and not x.is_read
-        ]
+        lines += [f"{x.ctype} r_{x.name}[{_LANES}];" for x in numbers.all if x.extent is ROW and not x.is_read]
         for stage in range(self.stages.count):
             lines += self._rows_of(stage).lines()
             loop = self._columns_of(stage)

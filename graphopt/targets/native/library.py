@@ -81,9 +81,7 @@ class Kernel:
 Replacement = tuple[Kernel, Sequence[ir.Node]]  # a kernel, and the nodes that it replaces
 
 
-def source(
-    kernels: Sequence[Kernel], threads: int, pieces: int = 0, rates: Sequence[float] | None = None
-) -> str:
+def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0, rates: Sequence[float] | None = None) -> str:
     """Return the C source of a library that registers kernels with a session, which objects define in part.
 
     Args:
@@ -97,12 +95,8 @@ def source(
     code = "".join(f"OrtStatus *compute_{x.name}(Context *);\n" for x in ordered)
     code += "".join(f"\n{x.code}" for x in ordered if x.header != _CLUSTERS)
     types = {x.name: [y.dtype.value for y in (*x.inputs, *x.outputs) if y.dtype is not None] for x in ordered}
-    tables = "".join(
-        f"static const unsigned char types_{name}[] = {braced(own)};\n" for name, own in types.items()
-    )
-    entries = "".join(
-        f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered
-    )
+    tables = "".join(f"static const unsigned char types_{name}[] = {braced(own)};\n" for name, own in types.items())
+    entries = "".join(f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered)
     measured = "NULL" if rates is None else f"&(Rates){{{', '.join(rate.hex() for rate in rates)}}}"
     products = f"    begin_products(base->GetApi(API_VERSION), {threads}, {pieces}, {measured});\n"
     begin = products if _CALLS in headers else ""

@@ -233,9 +233,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     forms = NodeForms(dict(model.opset_imports))
     unify_sizes(model)
     separate_biases(model)
-    result.wide = compute_bfloat16_in_float32(
-        model, functools.partial(_computes, forms=forms, lowerings=lowerings)
-    )
+    result.wide = compute_bfloat16_in_float32(model, functools.partial(_computes, forms=forms, lowerings=lowerings))
     if "kernels" in lowerings:
         write_out_rounding(model)
         write_out_normalizations(model, forms)
@@ -260,12 +258,8 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         if "kernels" in lowerings:
             places = {node: i for i, node in enumerate(graph)}
             for cluster in find_clusters(graph, forms, least=1 if graph in loops else 2):
-                cluster.nodes = {
-                    node: cluster.nodes[node] for node in sorted(cluster.nodes, key=places.__getitem__)
-                }
-                _replace(
-                    result, "kernels", graph, cluster_kernel(cluster, is_large=is_large), list(cluster.nodes)
-                )
+                cluster.nodes = {node: cluster.nodes[node] for node in sorted(cluster.nodes, key=places.__getitem__)}
+                _replace(result, "kernels", graph, cluster_kernel(cluster, is_large=is_large), list(cluster.nodes))
             graph.sort()
     for graph in [*reversed(loops), model.graph] if "scans" in lowerings else []:
         _lower_nodes(result, "scans", graph, functools.partial(scan_kernel, forms=forms, calls=result.calls))

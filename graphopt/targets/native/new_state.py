@@ -102,9 +102,7 @@ def _waiting(node: ir.Node, kernel: Kernel, waits: Sequence[ir.Value]) -> Kernel
     """Make a node call its kernel with further inputs, which it does not read; return the kernel that it calls."""
     code = f"OrtStatus *compute_@(Context *context) {{ return compute_{kernel.name}(context); }}\n"
     inputs = [*kernel.inputs, *waits]
-    variant = Kernel.named(
-        f"{kernel.name}_", code, inputs, kernel.outputs, header="ort.h", aligned=kernel.aligned
-    )
+    variant = Kernel.named(f"{kernel.name}_", code, inputs, kernel.outputs, header="ort.h", aligned=kernel.aligned)
     node.op_type = variant.name
     node.resize_inputs(len(inputs))
     for i, x in enumerate(waits, start=len(kernel.inputs)):

@@ -65,12 +65,7 @@ def _repeats(node: ir.Node, attributes: Attributes) -> list[int] | None:
     if "axes" in attributes or attributes.get("antialias") or len(node.inputs) < 3 or any(node.inputs[3:]):
         return None
     scales = fixed(node.inputs[2])
-    if (
-        scales is None
-        or scales.ndim != 1
-        or not (scales[:2] == 1).all()
-        or not (abs(scales) <= _MOST_TAPS).all()
-    ):
+    if scales is None or scales.ndim != 1 or not (scales[:2] == 1).all() or not (abs(scales) <= _MOST_TAPS).all():
         return None
     window = [int(scale) for scale in scales]
     return window[2:] if (scales == window).all() else None
@@ -168,19 +163,13 @@ def _count_down(scores: ir.Value | None, window: list[int]) -> bool:
         pattern, repeats = fixed(tile.inputs[0]), fixed(tile.inputs[1])
         return pattern is not None and np.array_equal(pattern, taps) and repeats is not None
     found = fixed(scores)
-    if (
-        found is None
-        or found.ndim != taps.ndim
-        or any(n % k for n, k in zip(found.shape, taps.shape, strict=True))
-    ):
+    if found is None or found.ndim != taps.ndim or any(n % k for n, k in zip(found.shape, taps.shape, strict=True)):
         return False
     repeats = np.array(found.shape) // taps.shape
     return np.array_equal(found, np.tile(taps, repeats))
 
 
-def _gated(
-    share: ir.Value | None, y: ir.Value, forms: NodeForms
-) -> tuple[ir.Value | None, list[Item], list[ir.Node]]:
+def _gated(share: ir.Value | None, y: ir.Value, forms: NodeForms) -> tuple[ir.Value | None, list[Item], list[ir.Node]]:
     """Return dy and the gate of dy * HardSigmoid(y), as pool.h has it, and its nodes; without a gate, `share` is dy."""
     product = _made(share, "Mul")
     for dy, factor in _orders(product) if product is not None else ():
@@ -223,7 +212,5 @@ def _stays_inside(nodes: list[ir.Node]) -> bool:
     """Return whether nodes are of one graph, and only they read what they compute, the last one excepted."""
     *inner, last = nodes
     return all(each.graph is last.graph for each in inner) and not any(
-        y.is_graph_output() or any(use.node not in nodes for use in y.uses())
-        for each in inner
-        for y in each.outputs
+        y.is_graph_output() or any(use.node not in nodes for use in y.uses()) for each in inner for y in each.outputs
     )

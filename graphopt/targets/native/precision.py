@@ -47,11 +47,7 @@ def obstacle(precision: str) -> str | None:
         return None if _may_use_tiles() else "the operating system does not let processes use AMX"
     if precision == "medium" and has_vectors and "AuthenticAMD" in _cpuinfo():
         return None  # twice the rate of float32 there, and no more than that on Intel's processors
-    if (
-        precision == "medium"
-        and _OF_ARM in found
-        and (sys.platform != "linux" or "bf16" in _cpuinfo().split())
-    ):
+    if precision == "medium" and _OF_ARM in found and (sys.platform != "linux" or "bf16" in _cpuinfo().split()):
         return None
     expected = "AMX" if precision == "high" else "AMX, AVX-512 BF16 by AMD, or ARM's BFMMLA"
     return f"expected a processor with {expected}, found one without"

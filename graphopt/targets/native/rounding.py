@@ -41,12 +41,7 @@ def _quantizer(node: ir.Node) -> ir.Node | None:
     if node.op_type != "DequantizeLinear" or node.domain or node.inputs[0] is None:
         return None
     integers, before = node.inputs[0], node.inputs[0].producer()
-    if (
-        before is None
-        or before.op_type != "QuantizeLinear"
-        or before.domain
-        or before.graph is not node.graph
-    ):
+    if before is None or before.op_type != "QuantizeLinear" or before.domain or before.graph is not node.graph:
         return None
     x = before.inputs[0]
     same = [*before.inputs[1:]] == [*node.inputs[1:]]

@@ -105,9 +105,7 @@ def placed(
     return read, {**dict.fromkeys(node.outputs, rows), y: axes}
 
 
-def _projected(
-    space: Space, node: ir.Node, form: NodeForm, known: Mapping[ir.Value, Axes]
-) -> Placement | None:
+def _projected(space: Space, node: ir.Node, form: NodeForm, known: Mapping[ir.Value, Axes]) -> Placement | None:
     """Place a view or a reduction, whose output's axes are axes of the input."""
     x, y = operands_of(node, form)[0], node.outputs[0]
     back = tuple(None if i is None else known[y][i] for i in form.images) if y in known else None

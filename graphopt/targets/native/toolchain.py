@@ -105,9 +105,7 @@ def _object_of(source: str, flags: Sequence[str]) -> str:
     return f"{code_digest(source, *flags)}.o"
 
 
-def build(
-    source: str, objects: Sequence[str] = (), parts: Sequence[str] = (), begun: Objects | None = None
-) -> Path:
+def build(source: str, objects: Sequence[str] = (), parts: Sequence[str] = (), begun: Objects | None = None) -> Path:
     """Return the library of a C source; compile it unless the cache has it.
 
     Args:
@@ -172,9 +170,7 @@ def macros() -> frozenset[str]:
 def _command() -> tuple[str, ...]:
     command = compiler()
     if command is None:
-        raise GraphoptError(
-            "native: expected a C compiler, found none: install gcc or clang, or pip install ziglang"
-        )
+        raise GraphoptError("native: expected a C compiler, found none: install gcc or clang, or pip install ziglang")
     return command
 
 

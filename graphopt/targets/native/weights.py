@@ -58,9 +58,7 @@ def weight_of(w: ir.Value, forms: NodeForms) -> Weight | None:
 
 def _matrix(x: ir.Value | None) -> tuple[int, int] | None:
     """Return the sizes of a matrix; None for a value of another rank or of unknown sizes."""
-    sizes = (
-        [size for size in x.shape if isinstance(size, int)] if x is not None and x.shape is not None else []
-    )
+    sizes = [size for size in x.shape if isinstance(size, int)] if x is not None and x.shape is not None else []
     return (sizes[0], sizes[1]) if len(sizes) == 2 == rank_of(x) else None
 
 

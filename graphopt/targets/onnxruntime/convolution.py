@@ -190,9 +190,7 @@ def _with_axis_as_channels(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value,
     return op.Concat(*parts, axis=2)
 
 
-def _unfolded(
-    op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, batch: int, places: Sequence[int]
-) -> ir.Value:
+def _unfolded(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, batch: int, places: Sequence[int]) -> ir.Value:
     """Multiply the kernel by the part of the image that it covers at each position.
 
     If batch and channels are exchanged, as in a forward pass, this is a convolution with one kernel per position.

@@ -67,9 +67,7 @@ def _in_parts(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     inputs, axis = node.inputs, node.attributes.get_int("axis", 0)
     if len(inputs) <= _MOST_ADDRESSES:
         return None
-    parts = [
-        op.Concat(*inputs[i : i + _MOST_ADDRESSES], axis=axis) for i in range(0, len(inputs), _MOST_ADDRESSES)
-    ]
+    parts = [op.Concat(*inputs[i : i + _MOST_ADDRESSES], axis=axis) for i in range(0, len(inputs), _MOST_ADDRESSES)]
     return [op.Concat(*parts, axis=axis)]
 
 
@@ -213,10 +211,7 @@ _WITHOUT_BFLOAT16 = (
 )
 CUDA: dict[str, Form] = {
     **ALONG_NO_AXIS,
-    **{
-        name: _first_of(*filter(None, [_without_bfloat16, ALONG_NO_AXIS.get(name)]))
-        for name in _WITHOUT_BFLOAT16
-    },
+    **{name: _first_of(*filter(None, [_without_bfloat16, ALONG_NO_AXIS.get(name)])) for name in _WITHOUT_BFLOAT16},
     "Celu": celu,
     "Concat": _in_parts,
     "Conv": _unfolded,

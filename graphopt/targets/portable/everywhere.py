@@ -81,9 +81,7 @@ def average_of_whole_windows(op: Emitter, node: ir.Node) -> Sequence[ir.Value] |
         taps = window.dilations[i] * np.arange(window.kernel[i])
         counts.append((starts[:, None] + taps < padded).sum(1))
         ends.append(max(window.end[i], int(starts[-1]) + window.extent[i] - window.begin[i] - size))
-    kept = {
-        name: x for name, x in node.attributes.items() if name in ("kernel_shape", "strides", "dilations")
-    }
+    kept = {name: x for name, x in node.attributes.items() if name in ("kernel_shape", "strides", "dilations")}
     y = op.AveragePool(x, **kept, pads=[*window.begin, *ends], count_include_pad=1)
     factors = window.taps / functools.reduce(np.multiply.outer, counts)
     return [op.Mul(y, op.constant(factors, like=y))]
@@ -96,9 +94,7 @@ def product_by_a_copy(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """
     a, b, *c = node.inputs
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    is_product = (
-        attributes.pop("transB", 0) and attributes.pop("alpha", 1.0) == 1 and not attributes.get("transA")
-    )
+    is_product = attributes.pop("transB", 0) and attributes.pop("alpha", 1.0) == 1 and not attributes.get("transA")
     w = constant_of(b) if is_product and not any(c) and b is not None and not b.is_graph_input() else None
     if a is None or b is None or w is None or len(b.uses()) < 2:
         return None

@@ -268,9 +268,7 @@ def _check_events(given: Callback) -> None:
             arguments = list(inspect.signature(event).parameters)[1:]
             check_function(getattr(given, name), f"{where}.{name}", arguments)
         elif meant := nearest(name, _EVENTS):
-            raise GraphoptError(
-                f"{where}: unknown event {name!r}, nearest: {meant!r}; known: {', '.join(_EVENTS)}"
-            )
+            raise GraphoptError(f"{where}: unknown event {name!r}, nearest: {meant!r}; known: {', '.join(_EVENTS)}")
 
 
 def _kinds(base: type[Callback] = Callback) -> list[str]:
@@ -316,9 +314,7 @@ class CallbackGroup:
                     values[name][key] = value
         return values, arrays
 
-    def load_state(
-        self, values: Mapping[str, Mapping[str, object]], arrays: Mapping[str, np.ndarray]
-    ) -> None:
+    def load_state(self, values: Mapping[str, Mapping[str, object]], arrays: Mapping[str, np.ndarray]) -> None:
         """Continue from a state that `state` returned."""
         for name, callback in self._named.items():
             start = f"{name}/"

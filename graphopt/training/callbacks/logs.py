@@ -142,9 +142,7 @@ class JSONL(FileLog):
     """
 
     def text(self, records: Sequence[Record]) -> str:
-        return "".join(
-            json.dumps({name: json_value(x) for name, x in record.items()}) + "\n" for record in records
-        )
+        return "".join(json.dumps({name: json_value(x) for name, x in record.items()}) + "\n" for record in records)
 
     def records(self, text: str) -> list[Record]:
         return json_lines(text)
@@ -220,9 +218,7 @@ class TensorBoard(Log):
         purge = None if run.resumed is None else run.step + 1
         suffix = f".{run.step:09d}"  # files are named by the second, and read in order of their names
         with making(self.path):
-            self._writer = self._writers.SummaryWriter(
-                os.fspath(self.path), purge_step=purge, filename_suffix=suffix
-            )
+            self._writer = self._writers.SummaryWriter(os.fspath(self.path), purge_step=purge, filename_suffix=suffix)
 
     def log(self, record: Record) -> None:
         for name, value in _prefixed_numbers(record).items():
@@ -259,9 +255,7 @@ class Tracker(Log):
 
     def __post_init__(self) -> None:
         if not hasattr(self.module, "init") and self.module not in TRACKERS:
-            raise GraphoptError(
-                f"Tracker: {unknown('module', str(self.module), TRACKERS)}; pass another as a module"
-            )
+            raise GraphoptError(f"Tracker: {unknown('module', str(self.module), TRACKERS)}; pass another as a module")
         self._module = imported("Tracker", self.module) if isinstance(self.module, str) else self.module
         self._run: Any = None
         self._kept: Mapping[str, object] = {}

@@ -144,17 +144,13 @@ class Page(Callback):
         for name in numbers:
             if name not in (*_POSITIONS, "learning_rate"):
                 chart = "loss" if name in ("loss", "validation_loss") else name
-                lines.setdefault(chart, {})[label_of(name)] = [
-                    _as_float(record.get(name)) for record in run.records
-                ]
+                lines.setdefault(chart, {})[label_of(name)] = [_as_float(record.get(name)) for record in run.records]
         speed = lines.pop("samples_per_second", {})
         lines.pop("tokens_per_second", None)
         best = _best_record(run.records)
         for chart, of_chart in lines.items() if epochs else ():
             unit, factor = (PERCENT, 100.0) if is_share(chart) else ("", 1.0)
-            scaled = {
-                name: [None if y is None else factor * y for y in line] for name, line in of_chart.items()
-            }
+            scaled = {name: [None if y is None else factor * y for y in line] for name, line in of_chart.items()}
             marked = chart == "loss" and "validation_loss" in best
             mark = (best["epoch"], f"least in epoch {best['epoch']:,}") if marked else None
             yield line_chart(_title(chart), epochs, scaled, logarithmic="loss" in chart, unit=unit, mark=mark)
@@ -247,9 +243,7 @@ def _epochs(run: Run) -> str:
         for i, record in enumerate(run.records, 1)
         if i % every == 0 or i in (1, len(run.records)) or record is best
     ]
-    rows = [
-        [measure_text(name, record[name]) if name in record else "" for name in names] for record in shown
-    ]
+    rows = [[measure_text(name, record[name]) if name in record else "" for name in names] for record in shown]
     table = html.html_table([label_of(name) for name in names], rows, marks={shown.index(best): "best"})
     if len(rows) <= UNFOLDED_EPOCHS:
         return table

@@ -53,9 +53,7 @@ class _Predictions:
     def is_regression(self) -> bool:
         return self.batches[0].spec.task == "regression"
 
-    def add(
-        self, place: int, prediction: np.ndarray, target: np.ndarray, inputs: Mapping[str, np.ndarray]
-    ) -> None:
+    def add(self, place: int, prediction: np.ndarray, target: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
         """Add a batch; `place` is that of its first row."""
         batch, rows = self.metrics.batch(prediction, target), len(target)
         self.batches.append(batch)
@@ -75,14 +73,10 @@ class _Predictions:
             return self.names[int(label)]
         return f"{label:g}"
 
-    def _told(
-        self, batch: ScoredBatch, i: int, elements: int, error: float
-    ) -> tuple[str, str, tuple[str, str]]:
+    def _told(self, batch: ScoredBatch, i: int, elements: int, error: float) -> tuple[str, str, tuple[str, str]]:
         """Return a row's target, prediction and error in words."""
         if batch.spec.task == "regression":
-            expected, predicted = (
-                np.reshape(x[i], -1)[:_MOST_COLUMNS] for x in (batch.target, batch.predicted)
-            )
+            expected, predicted = (np.reshape(x[i], -1)[:_MOST_COLUMNS] for x in (batch.target, batch.predicted))
             told, said = (", ".join(readable(float(x)) for x in numbers) for numbers in (expected, predicted))
             return told, said, ("error", readable(error))
         if elements > 1:

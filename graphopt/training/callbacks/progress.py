@@ -113,9 +113,7 @@ class ProgressBar(Callback):
             left = f"{duration(round(seconds))} left"
         if self._live is not None:
             line = sparkline(self._losses.points()[1])
-            self._live.show(
-                run, record, [x for x in (left, _best_text([*run.records, record])) if x], [line, *fields]
-            )
+            self._live.show(run, record, [x for x in (left, _best_text([*run.records, record])) if x], [line, *fields])
             return
         steps = "" if total is None else f"/{total}"
         self._print([f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *fields, left])
@@ -151,9 +149,7 @@ class _Bars:
             transient=True,
         )
         self._total = None if run.steps is None else run.epochs * run.steps
-        self._epochs = self._progress.add_task(
-            "epoch", total=self._total, completed=run.step, count="", text=""
-        )
+        self._epochs = self._progress.add_task("epoch", total=self._total, completed=run.step, count="", text="")
         self._steps = self._progress.add_task("step", total=run.steps, count="", text="")
         self._progress.start()
 

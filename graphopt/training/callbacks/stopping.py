@@ -189,9 +189,7 @@ class MedianStopping(Monitor):
         median = statistics.median(others)
         self.waited = self.waited + 1 if self.beats(median, self.best) else 0
         if self.waited >= self.patience:
-            run.stop(
-                f"{self.monitor} {self.best:.4g} is worse than {median:.4g}, the median of {len(others)} runs"
-            )
+            run.stop(f"{self.monitor} {self.best:.4g} is worse than {median:.4g}, the median of {len(others)} runs")
 
     def stalled(self, run: Run) -> None:
         """Do nothing: a run without an improvement may still be better than the others."""
@@ -222,9 +220,7 @@ class TimeLimit(Callback):
     def __post_init__(self) -> None:
         duration = seconds(self.limit) if isinstance(self.limit, str) else None
         if duration is None:
-            raise GraphoptError(
-                f"TimeLimit: expected a time such as '90 s', '10 min' or '2 h', found {self.limit!r}"
-            )
+            raise GraphoptError(f"TimeLimit: expected a time such as '90 s', '10 min' or '2 h', found {self.limit!r}")
         self._seconds = duration
         self.reset()
 
@@ -330,9 +326,7 @@ class PrivacyBudget(Callback):
             )
         self._followed = [*accounted, run.step]
         last = self._end = run.step + (run.epochs - len(run.records)) * (run.steps or 0)
-        self._last = (
-            math.inf if self.epsilon is None else privacy.steps_for(self.epsilon, most=last, **self._facts)
-        )
+        self._last = math.inf if self.epsilon is None else privacy.steps_for(self.epsilon, most=last, **self._facts)
         if self.epsilon is not None and run.step >= self._last < last:
             self._stop(run)
 

@@ -74,9 +74,7 @@ def converted(fitted: object, X: object, dtype: str, options: dict[str, object])
     return model
 
 
-def _parse_trainer(
-    scope: Scope, model: Trainer, inputs: list[Variable], custom_parsers: object = None
-) -> list[object]:
+def _parse_trainer(scope: Scope, model: Trainer, inputs: list[Variable], custom_parsers: object = None) -> list[object]:
     """Declare the outputs of a Trainer, which are tensors."""
     operator = scope.declare_local_operator("GraphoptTrainer", model)
     operator.inputs = inputs
@@ -114,9 +112,7 @@ def _set_types(operator: Operator) -> None:
     """Set the types of a converted estimator's outputs."""
     rows, numbers = operator.inputs[0].get_first_dimension(), _FLOATS[_dtype(operator)]
     chosen = {onnx.TensorProto.STRING: StringTensorType, onnx.TensorProto.INT64: Int64TensorType}
-    for variable, y in zip(
-        operator.outputs, _predictor(operator.scope_inst, operator).graph.output, strict=True
-    ):
+    for variable, y in zip(operator.outputs, _predictor(operator.scope_inst, operator).graph.output, strict=True):
         kind = y.type.tensor_type.elem_type
         sizes = [dim.dim_value or None for dim in y.type.tensor_type.shape.dim[1:]]
         variable.set_type(chosen.get(kind, numbers)([rows, *sizes]))
@@ -136,9 +132,7 @@ def _convert(scope: Scope, operator: Operator, container: ModelComponentContaine
 
     def add(op_type: str, inputs: list[str], output: str | None = None, **attributes: object) -> str:
         output = output or scope.get_unique_variable_name(f"{prefix}.features")
-        container.add_node(
-            op_type, inputs, [output], name=scope.get_unique_operator_name(op_type), **attributes
-        )
+        container.add_node(op_type, inputs, [output], name=scope.get_unique_operator_name(op_type), **attributes)
         return output
 
     columns = [add("Cast", [x.full_name], to=kind) for x in operator.inputs]

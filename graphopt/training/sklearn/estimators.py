@@ -96,9 +96,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
                 "calibration: expected one label for each row and a loss of probabilities, found another: leave it out"
             )
         rows = [X, np.asarray(y), *([] if sample_weight is None else [np.asarray(sample_weight)])]
-        parts = train_test_split(
-            *rows, test_size=self.calibration, random_state=self.random_state, stratify=rows[1]
-        )
+        parts = train_test_split(*rows, test_size=self.calibration, random_state=self.random_state, stratify=rows[1])
         train, held_out = parts[::2], parts[1::2]
         super()._fit(train[0], train[1], *(train[2:] or [None]), **options)
         try:
@@ -123,12 +121,8 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     ) -> OnnxClassifier:
         """Train for one more epoch, and return the estimator. The first call needs all `classes`."""
         if classes is None and self._structure is None:
-            raise GraphoptError(
-                "partial_fit: expected classes in the first call, found None: list all labels"
-            )
-        if not (
-            classes is None or self._structure is None or np.array_equal(np.unique(classes), self.classes_)
-        ):
+            raise GraphoptError("partial_fit: expected classes in the first call, found None: list all labels")
+        if not (classes is None or self._structure is None or np.array_equal(np.unique(classes), self.classes_)):
             raise GraphoptError(f"partial_fit: expected classes {self.classes_}, as before, found {classes}")
         return self._fit(X, y, sample_weight, incremental=True, classes=classes)
 
@@ -136,9 +130,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     def predict_proba(self, X: object) -> np.ndarray:
         """Return the probabilities of the labels, in columns."""
         output = self._output(self._validated(X))
-        result = probabilities_of(dict(self._trained_structure.steps)["loss"], output).reshape(
-            len(output), -1
-        )
+        result = probabilities_of(dict(self._trained_structure.steps)["loss"], output).reshape(len(output), -1)
         if len(self.classes_) == 1:
             return np.ones_like(result[:, :1])
         return self._temperature.of_probabilities(result) if self._temperature.log_temperature else result
@@ -168,13 +160,9 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         kind = type_of_target(y)
         check_classification_targets(y)
         if kind == "multiclass-multioutput":
-            raise GraphoptError(
-                "y: expected one label per row, or columns of 0 and 1, found columns of labels"
-            )
+            raise GraphoptError("y: expected one label per row, or columns of 0 and 1, found columns of labels")
         self._multilabel = kind == "multilabel-indicator"
-        self.classes_ = (
-            np.arange(y.shape[1]) if self._multilabel else np.unique(y if classes is None else classes)
-        )
+        self.classes_ = np.arange(y.shape[1]) if self._multilabel else np.unique(y if classes is None else classes)
         count = len(self.classes_)
         if count == 1:
             warnings.warn(
@@ -292,9 +280,7 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
     def _encoded(self, y: np.ndarray) -> np.ndarray:
         y = self._columns(y)
         if y.shape[1:] != self._row:
-            raise GraphoptError(
-                f"y: expected rows of shape {list(self._row)}, as before, found {list(y.shape[1:])}"
-            )
+            raise GraphoptError(f"y: expected rows of shape {list(self._row)}, as before, found {list(y.shape[1:])}")
         return y.reshape(len(y), -1)
 
     def _decoded(self, output: np.ndarray) -> np.ndarray:

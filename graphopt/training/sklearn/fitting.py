@@ -268,8 +268,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         """Return an estimator that continues a fitted network; see `graphopt.from_sklearn`."""
         if not isinstance(fitted, cls._network):
             raise GraphoptError(
-                f"{cls.__name__}.from_sklearn: expected a fitted {cls._network.__name__}, found "
-                f"{type(fitted).__name__}"
+                f"{cls.__name__}.from_sklearn: expected a fitted {cls._network.__name__}, found {type(fitted).__name__}"
             )
         check_is_fitted(fitted)
         names = {field.name for field in dataclasses.fields(cls)}
@@ -299,9 +298,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 f"{needed_by}: expected a perceptron made from hidden_layer_sizes, found a model of your own: use "
                 f"get_trained_onnx"
             )
-        arrays = [
-            np.array(onnx.numpy_helper.to_array(x)) for x in self._running().trained().graph.initializer
-        ]
+        arrays = [np.array(onnx.numpy_helper.to_array(x)) for x in self._running().trained().graph.initializer]
         return arrays[::2], arrays[1::2]
 
     def _trained(self, output: str, dtype: str) -> onnx.ModelProto:
@@ -418,9 +415,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     def _structure_of(self, model: bytes, *, has_weights: bool) -> Structure:
         if self.adapter is not None and self._interface is None:
-            raise GraphoptError(
-                "adapter: expected a model whose weights it adapts, found a new perceptron: set model"
-            )
+            raise GraphoptError("adapter: expected a model whose weights it adapts, found a new perceptron: set model")
         schedule = self._planned_by(self.learning_rate, self._steps)
         steps = {
             "adapter": self.adapter,
@@ -462,9 +457,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         try:
             for _ in range(epochs):
                 executor.set_hyperparameters(**dict.fromkeys(rates, self._rate))
-                if (
-                    self.shuffle
-                ):  # as sklearn.utils.shuffle, which checks its arguments for longer than it draws
+                if self.shuffle:  # as sklearn.utils.shuffle, which checks its arguments for longer than it draws
                     random.shuffle(drawn := np.arange(count))
                     order = order[drawn]
                 total = 0.0
@@ -476,11 +469,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 if self._count(total / count, count, held_out) and held_out is not None:
                     best = copied_weights(executor)
                 if self._waited > self.n_iter_no_change:
-                    if (
-                        self.learning_rate != "adaptive"
-                        or self.solver == "adam"
-                        or self._rate <= ADAPTIVE_LEAST_RATE
-                    ):
+                    if self.learning_rate != "adaptive" or self.solver == "adam" or self._rate <= ADAPTIVE_LEAST_RATE:
                         break
                     self._rate, self._waited = self._rate / ADAPTIVE_DIVISOR, 0
             else:
@@ -578,9 +567,7 @@ def _data_problem(X: Any, error: str) -> str | None:
     """Return in one line what is wrong with data, and what to do, for errors of scikit-learn that do not say it."""
     if error.startswith("could not convert string"):
         kinds = getattr(X, "dtypes", None)
-        found = [
-            name for name, kind in dict(() if kinds is None else kinds).items() if kind.kind not in "biuf"
-        ]
+        found = [name for name, kind in dict(() if kinds is None else kinds).items() if kind.kind not in "biuf"]
         if not found and np.asarray(X).dtype.kind not in "OUS":
             return TEXT_TARGET
         columns = f" in {some([*map(repr, found)])}" if found else ""

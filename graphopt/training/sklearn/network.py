@@ -43,9 +43,7 @@ HIDDEN = ("identity", "logistic", "tanh", "relu")
 
 
 @functools.lru_cache(64)
-def perceptron(
-    sizes: tuple[int, ...], activation: str, out_activation: str, dtype: str, output: str
-) -> bytes:
+def perceptron(sizes: tuple[int, ...], activation: str, out_activation: str, dtype: str, output: str) -> bytes:
     """Return a serialized perceptron of features `X`, hidden units and outputs, whose weights are 0 for now."""
     kind = ir.DataType.from_numpy(np.dtype(dtype))
     x = ir.Value(name="X", type=ir.TensorType(kind), shape=ir.Shape(["batch", sizes[0]]))
@@ -157,9 +155,7 @@ def interface(model: bytes, adapter: Step | Sequence[Step] | None = None) -> Int
     With an adapter, it is that of the adapted model: a head may predict other classes.
     """
     loaded = load(onnx.load_model_from_string(model))
-    predictions = {
-        y.name for y in loaded.graph.outputs if y.dtype is not None and y.dtype.is_floating_point()
-    }
+    predictions = {y.name for y in loaded.graph.outputs if y.dtype is not None and y.dtype.is_floating_point()}
     Pipeline(normalize=passes.Normalize(), adapter=adapter).rewrite(loaded)
     inputs = [x for x in loaded.graph.inputs if x.name not in loaded.graph.initializers]
     outputs = [y for y in loaded.graph.outputs if y.name in predictions]

@@ -51,9 +51,7 @@ class _Nodes:
     scope: Scope
     container: ModelComponentContainer
 
-    def add(
-        self, op_type: str, *inputs: str | np.ndarray, output: str | None = None, **fields: object
-    ) -> str:
+    def add(self, op_type: str, *inputs: str | np.ndarray, output: str | None = None, **fields: object) -> str:
         """Add a node, whose inputs are names or numbers, and return the name of its output."""
         output = output or self.scope.get_unique_variable_name(op_type.lower())
         names = [x if isinstance(x, str) else self.constant(x) for x in inputs]
@@ -66,9 +64,7 @@ class _Nodes:
         name = self.scope.get_unique_variable_name("constant")
         kinds = {"i": onnx.TensorProto.INT64, "O": onnx.TensorProto.STRING}
         kind = kinds.get(numbers.dtype.kind, onnx.TensorProto.DOUBLE)
-        values = [
-            str(x).encode() if kind == onnx.TensorProto.STRING else x.item() for x in numbers.reshape(-1)
-        ]
+        values = [str(x).encode() if kind == onnx.TensorProto.STRING else x.item() for x in numbers.reshape(-1)]
         self.container.add_initializer(name, kind, list(numbers.shape), values)
         return name
 
@@ -134,9 +130,7 @@ def _convert_calibrated(scope: Scope, operator: Operator, container: ModelCompon
     model, nodes = operator.raw_operator, _Nodes(scope, container)
     if scope.get_options(model, {"nocl": False})["nocl"]:
         raise GraphoptError("nocl: expected labels of CalibratedClassifierCV, found nocl=True: leave it out")
-    folds = [
-        _calibrated(scope, container, nodes, fold, operator.inputs) for fold in model.calibrated_classifiers_
-    ]
+    folds = [_calibrated(scope, container, nodes, fold, operator.inputs) for fold in model.calibrated_classifiers_]
     mean = nodes.add("Div", nodes.add("Sum", *folds), np.array(float(len(folds))))
     labels = operator.outputs[0]
     classes = model.classes_.astype(object if isinstance(labels.type, StringTensorType) else np.int64)
@@ -158,9 +152,7 @@ def _calibrated(
     if fold.method == "temperature":
         if not scores:
             predicted = nodes.add("Log", nodes.add("Add", predicted, np.array(_LEAST_PROBABILITY)))
-        return nodes.add(
-            "Softmax", nodes.add("Mul", predicted, np.array(float(fold.calibrators[0].beta_))), axis=1
-        )
+        return nodes.add("Softmax", nodes.add("Mul", predicted, np.array(float(fold.calibrators[0].beta_))), axis=1)
     if len(classes) == 2:
         second = _calibration(nodes, _column(nodes, predicted, 1), fold.calibrators[0])
         return nodes.add("Concat", nodes.add("Sub", np.array(1.0), second), second, axis=1)
@@ -181,9 +173,7 @@ def _column(nodes: _Nodes, x: str, place: int) -> str:
 def _calibration(nodes: _Nodes, x: str, calibrator: Any) -> str:
     """Emit what a calibrator makes of scores [rows, 1]: a sigmoid, or lines between the thresholds of steps."""
     if hasattr(calibrator, "a_"):
-        line = nodes.add(
-            "Add", nodes.add("Mul", x, np.array(-float(calibrator.a_))), np.array(-float(calibrator.b_))
-        )
+        line = nodes.add("Add", nodes.add("Mul", x, np.array(-float(calibrator.a_))), np.array(-float(calibrator.b_)))
         return nodes.add("Sigmoid", line)
     steps, values = (
         np.asarray(numbers, np.float64) for numbers in (calibrator.X_thresholds_, calibrator.y_thresholds_)
@@ -198,9 +188,7 @@ def _calibration(nodes: _Nodes, x: str, calibrator: Any) -> str:
         above = nodes.add("GreaterOrEqual", clipped, steps[None, 1:-1])
         counted = nodes.add("Cast", above, to=onnx.TensorProto.INT64)
         place = nodes.add("ReduceSum", counted, np.array([1]), keepdims=1)
-    begin, start, slope = (
-        nodes.add("Gather", numbers, place) for numbers in (steps[:-1], values[:-1], slopes)
-    )
+    begin, start, slope = (nodes.add("Gather", numbers, place) for numbers in (steps[:-1], values[:-1], slopes))
     return nodes.add("Add", start, nodes.add("Mul", nodes.add("Sub", clipped, begin), slope))
 
 

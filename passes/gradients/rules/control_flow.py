@@ -115,9 +115,7 @@ class Back:
         return read
 
 
-def scan(
-    op: Emitter, dy: Input, *inputs: Value, node: Node, further: list[Input], active: Active
-) -> Gradients:
+def scan(op: Emitter, dy: Input, *inputs: Value, node: Node, further: list[Input], active: Active) -> Gradients:
     """Run a Scan in the reverse direction over the saved states, the slices and the gradients of the outputs."""
     end = len(node.inputs)
     n = end - node.attributes["num_scan_inputs"].as_int()
@@ -165,9 +163,7 @@ def scan(
 
 
 @rule("Loop")
-def loop(
-    op: Emitter, dy: Input, *inputs: Value, node: Node, further: list[Input], active: Active
-) -> Gradients:
+def loop(op: Emitter, dy: Input, *inputs: Value, node: Node, further: list[Input], active: Active) -> Gradients:
     """Run a Loop of as many turns as the node, which reads the saved values of each turn in reverse order."""
     inputs, n = inputs[2:], len(node.inputs) - 2  # without the number of turns and the condition
     dys = [dy, *further]

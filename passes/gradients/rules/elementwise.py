@@ -104,9 +104,7 @@ elementwise(
         "Atanh": (lambda op, x, y: 1 / (1 - x * x),),
         "Sigmoid": (lambda op, x, y: y * (1 - y),),
         "HardSigmoid": (lambda op, x, y, alpha: alpha * mask(op, op.Greater(y * (1 - y), 0.0), x),),
-        "HardSwish": (
-            lambda op, x, y: op.Clip(x / 6 + 0.5, 0.0, 1.0) + x / 6 * mask(op, op.Less(op.Abs(x), 3.0), x),
-        ),
+        "HardSwish": (lambda op, x, y: op.Clip(x / 6 + 0.5, 0.0, 1.0) + x / 6 * mask(op, op.Less(op.Abs(x), 3.0), x),),
         "Relu": (lambda op, x, y: _positive(op, y),),
         "LeakyRelu": (lambda op, x, y, alpha: alpha + (1 - alpha) * _positive(op, x),),
         "ThresholdedRelu": (lambda op, x, y, alpha: mask(op, op.Greater(x, alpha), x),),
@@ -116,9 +114,7 @@ elementwise(
             ),
         ),
         "Celu": (lambda op, x, y, alpha: 1 + op.Min(y, 0.0) * (1 / alpha),),
-        "Selu": (
-            lambda op, x, y, alpha, gamma: gamma + mask(op, op.Less(x, 0.0), x) * (y + gamma * (alpha - 1)),
-        ),
+        "Selu": (lambda op, x, y, alpha, gamma: gamma + mask(op, op.Less(x, 0.0), x) * (y + gamma * (alpha - 1)),),
         "Gelu": (lambda op, x, y, approximate: gelu(op, x, approximate),),
         "Mish": (  # Misra, https://arxiv.org/abs/1908.08681
             lambda op, x, y: (t := op.Tanh(op.Softplus(x))) + x * op.Sigmoid(x) * (1 - t * t),
@@ -171,9 +167,7 @@ def extremum(op: Emitter, dy: Value, *inputs: Value, node: Node) -> Gradients:
 
 
 @rule("Dropout")
-def dropout(
-    op: Emitter, dy: Value, x: Value, ratio: Input = None, training: Input = None, *, node: Node
-) -> Gradients:
+def dropout(op: Emitter, dy: Value, x: Value, ratio: Input = None, training: Input = None, *, node: Node) -> Gradients:
     """Divide the gradients of the kept elements, which the second output marks, by 1 - ratio."""
     known = constant_of(training)
     if training is None or (known is not None and not known.item()):

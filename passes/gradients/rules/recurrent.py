@@ -278,9 +278,7 @@ def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
     result: list[Activation] = []
     for i, name in enumerate(names):
         if name not in _ACTIVATIONS:
-            raise GraphoptError(
-                f"{node.op_type} node {node.name!r}: expected a standard activation, found {name!r}"
-            )
+            raise GraphoptError(f"{node.op_type} node {node.name!r}: expected a standard activation, found {name!r}")
         defaults, function = _ACTIVATIONS[name]
         pairs = zip(defaults, numbers, strict=False)
         parameters = [rest.pop(0) if rest else default for default, rest in pairs]

@@ -72,9 +72,7 @@ _REDUCTIONS: dict[str, Callable[..., Value]] = {
 
 
 @rule(*_REDUCTIONS)
-def reduction(
-    op: Emitter, dy: Value, x: Value, axes: Input = None, *, y: Value, node: Node, **how: Any
-) -> Gradients:
+def reduction(op: Emitter, dy: Value, x: Value, axes: Input = None, *, y: Value, node: Node, **how: Any) -> Gradients:
     along = {"axes": axes, "keepdims": 1, "noop_with_empty_axes": how["noop_with_empty_axes"]}
     if not how["keepdims"] and axes is not None:
         y, dy = (value if is_uniform(value) else op.Unsqueeze(value, axes) for value in (y, dy))
@@ -121,14 +119,10 @@ def _layer_normalization(
 
 
 @rule("InstanceNormalization")
-def instance_normalization(
-    op: Emitter, dy: Value, x: Value, scale: Value, bias: Value, *, epsilon: float
-) -> Gradients:
+def instance_normalization(op: Emitter, dy: Value, x: Value, scale: Value, bias: Value, *, epsilon: float) -> Gradients:
     axes = list(range(2, rank(x)))
     if not axes:
-        raise GraphoptError(
-            f"expected axes after batch and channels, found {x.name!r} of shape {x.shape}: reshape it"
-        )
+        raise GraphoptError(f"expected axes after batch and channels, found {x.name!r} of shape {x.shape}: reshape it")
     z, inverse = standardize(op, x, axes, epsilon)
     return _by_channel(op, dy, x, z, standardized(op, dy * channels(op, scale, x), z, inverse, axes))
 
@@ -225,9 +219,7 @@ def lp_normalization(op: Emitter, dy: Value, x: Value, *, y: Value, axis: int, p
 
 
 @rule("LRN")
-def lrn(
-    op: Emitter, dy: Value, x: Value, *, y: Value, size: int, alpha: float, beta: float, bias: float
-) -> Gradients:
+def lrn(op: Emitter, dy: Value, x: Value, *, y: Value, size: int, alpha: float, beta: float, bias: float) -> Gradients:
     """Differentiate y = x s^-beta with s = bias + alpha mean(x^2) over `size` channels (Krizhevsky et al. 2012)."""
     before, after = (size - 1) // 2, size // 2
 

@@ -194,9 +194,7 @@ def roi_align(
 
 
 @expansion("MaxRoiPool")
-def max_roi_pool(
-    op: Emitter, x: Value, rois: Value, *, pooled_shape: list[int], spatial_scale: float
-) -> list[Value]:
+def max_roi_pool(op: Emitter, x: Value, rois: Value, *, pooled_shape: list[int], spatial_scale: float) -> list[Value]:
     """Take the first maximum of each bin, one axis at a time (Girshick, Fast R-CNN, https://arxiv.org/abs/1504.08083)."""
     batch, *corners = op.Split(rois, num_outputs=5, axis=1, _outputs=5)
     largest = op.Gather(x, op.Squeeze(op.Cast(batch, to=ir.DataType.INT64), [1]), axis=0)

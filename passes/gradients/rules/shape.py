@@ -282,9 +282,7 @@ def unique(op: Emitter, dy: Value, x: Value, *, node: Node, axis: int | None = N
 
 
 @rule("OneHot")
-def one_hot(
-    op: Emitter, dy: Value, indices: Value, depth: Value, values: Value, *, y: Value, axis: int
-) -> Gradients:
+def one_hot(op: Emitter, dy: Value, indices: Value, depth: Value, values: Value, *, y: Value, axis: int) -> Gradients:
     """Sum the gradients of the elements that equal each of the two values."""
     hot = op.OneHot(indices, depth, op.CastLike(op.constant([0.0, 1.0]), values), axis=axis)
     on, total = op.ReduceSum(dy * hot, keepdims=0), op.ReduceSum(dy, keepdims=0)

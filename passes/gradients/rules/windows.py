@@ -137,9 +137,7 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
 
 
 @rule("Conv")
-def conv(
-    op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int
-) -> Gradients:
+def conv(op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int) -> Gradients:
     window, inner, begin = padded(op, x, node, w)
     dx = without_pads(op, _transposed(op, window, dy, w, inner, group), x, begin)
     return [dx, correlation(op, window, inner, dy, w, group), _by_channel(op, dy, bias)]
@@ -241,9 +239,7 @@ def average(op: Emitter, window: Window, x: Value) -> Value:
 
 
 @rule("AveragePool")
-def average_pool(
-    op: Emitter, dy: Value, x: Value, *, node: Node, ceil_mode: int, count_include_pad: int
-) -> Gradients:
+def average_pool(op: Emitter, dy: Value, x: Value, *, node: Node, ceil_mode: int, count_include_pad: int) -> Gradients:
     """Treat an average as a convolution with equal weights, divided by the number of counted elements.
 
     If windows tile the input, each element gets the share of its window.
@@ -294,9 +290,7 @@ def _inside(op: Emitter, window: Window, up: Value, y: Value, x: Value) -> Value
     return up
 
 
-def divisor(
-    op: Emitter, window: Window, x: Value, dy: Value, ceil_mode: int, count_include_pad: int
-) -> Value | float:
+def divisor(op: Emitter, window: Window, x: Value, dy: Value, ceil_mode: int, count_include_pad: int) -> Value | float:
     """Return the number of elements that each average counts."""
     axes = list(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True))
     known = [(size, count) for size, count in axes if isinstance(size, int) and isinstance(count, int)]
@@ -333,9 +327,7 @@ def _channel_of_ones(op: Emitter, x: Value) -> Value:
     return ones
 
 
-def _counted(
-    op: Emitter, window: Window, ones: Value, dy: Value, ceil_mode: int, count_include_pad: int
-) -> Value:
+def _counted(op: Emitter, window: Window, ones: Value, dy: Value, ceil_mode: int, count_include_pad: int) -> Value:
     """Return how many ones each window covers, and how many pads if these count, from the sizes at run time."""
     axes = list(range(2, rank(dy)))
     none, zero = [0] * len(axes), op.constant(0.0, like=ones)
@@ -373,9 +365,7 @@ def global_max_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
 
 
 @rule("MaxUnpool")
-def max_unpool(
-    op: Emitter, dy: Value, x: Value, indices: Value, shape: Input = None, *, node: Node
-) -> Gradients:
+def max_unpool(op: Emitter, dy: Value, x: Value, indices: Value, shape: Input = None, *, node: Node) -> Gradients:
     """Read `dy` at the position of each element. With a given output shape, an evaluator maps the positions.
 
     ONNX defines positions in the output without the given shape, which adds elements at the ends. ONNX Runtime

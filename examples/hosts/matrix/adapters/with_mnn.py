@@ -21,9 +21,7 @@ def open_graph(path, feeds):
 
     def run(fed):
         variables = [_variable(fed[name]) for name in inputs]
-        return {
-            y: np.array(value.read()) for y, value in zip(outputs, module.forward(variables), strict=True)
-        }
+        return {y: np.array(value.read()) for y, value in zip(outputs, module.forward(variables), strict=True)}
 
     return run
 

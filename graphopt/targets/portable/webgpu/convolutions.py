@@ -97,9 +97,7 @@ def _by_groups(op: Emitter, node: ir.Node, group: int) -> Sequence[ir.Value]:
 
     operands = [parts(x, 1), parts(w, 0), *(parts(b, 0) for b in bias if b is not None)]
     attributes = {name: value for name, value in node.attributes.items() if name != "group"}
-    outputs = [
-        op.call_op(node.op_type, list(inputs), dict(attributes)) for inputs in zip(*operands, strict=True)
-    ]
+    outputs = [op.call_op(node.op_type, list(inputs), dict(attributes)) for inputs in zip(*operands, strict=True)]
     return [op.Concat(*outputs, axis=1)]
 
 

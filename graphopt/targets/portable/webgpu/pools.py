@@ -26,9 +26,7 @@ def _windows(node: ir.Node) -> tuple[Window, Window] | None:
         return None
     end = list(window.end)
     if node.attributes.get_int("ceil_mode", 0):
-        for i, (size, count) in enumerate(
-            zip(sizes[2:], counts[2:] if counts else [None] * len(end), strict=True)
-        ):
+        for i, (size, count) in enumerate(zip(sizes[2:], counts[2:] if counts else [None] * len(end), strict=True)):
             if size is None or count is None:
                 return None
             end[i] = max(end[i], window.reach(i, count) - size)
@@ -59,9 +57,7 @@ def _average_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     return None if counts is None else [_sums(op, windows[1], x) / counts]
 
 
-def _counts(
-    op: Emitter, window: Window, whole: Window, x: ir.Value, node: ir.Node
-) -> ir.Value | float | None:
+def _counts(op: Emitter, window: Window, whole: Window, x: ir.Value, node: ir.Node) -> ir.Value | float | None:
     """Return how many elements each window counts: those inside, and those of pads if they count."""
     with_pads = bool(node.attributes.get_int("count_include_pad", 0))
     if whole == window and (with_pads or not window.is_padded):
@@ -141,9 +137,7 @@ def _positions(op: Emitter, window: Window, x: ir.Value) -> ir.Value:
     chosen = op.Cast(op.ArgMax(choices, axis=1, keepdims=0), to=ir.DataType.INT32)  # [planes, window...]
     sizes = op.Cast(op.shape_of(x, 2), to=ir.DataType.INT32)
     # The number of windows along each axis; the shape of a result would be read back.
-    room = [
-        begin + end - reach for begin, end, reach in zip(window.begin, window.end, window.extent, strict=True)
-    ]
+    room = [begin + end - reach for begin, end, reach in zip(window.begin, window.end, window.extent, strict=True)]
     counts = (op.shape_of(x, 2) + room) / window.strides + 1
     place = op.constant(np.zeros((), np.int32))
     for i in range(n):

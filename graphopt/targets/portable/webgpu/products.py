@@ -31,9 +31,7 @@ def _without_broadcasting(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | No
     span = max(len(own) - len(term) + 3 for own, term in zip(sizes, left.split(","), strict=True))
     dots = "".join([letter for letter in string.ascii_letters if letter not in equation][:span])
     terms = left.replace("...", dots).split(",")
-    wide = {
-        c for own, term in zip(sizes, terms, strict=True) for c, n in zip(term, own, strict=True) if n != 1
-    }
+    wide = {c for own, term in zip(sizes, terms, strict=True) for c, n in zip(term, own, strict=True) if n != 1}
     inputs, written = [], []
     for x, own, term in zip(node.inputs, sizes, terms, strict=True):
         single = [i for i, (c, n) in enumerate(zip(term, own, strict=True)) if n == 1 and c in wide]
