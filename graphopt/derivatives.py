@@ -116,9 +116,9 @@ def hessian(
 def family(model: Source, path: str | os.PathLike[str]) -> list[Path]:
     """Write a model and, beside it, the derivatives that CasADi finds by their names; return the paths.
 
-    Beside `f.onnx` are `adj_f.onnx`, seeds times the Jacobian, `fwd_f.onnx`, the Jacobian times seeds, and
-    `fwd_adj_f.onnx`, for exact Hessians. `casadi.GraphBuilder("f.onnx").create("f")` takes them. CasADi runs files
-    without data beside them, below 2 GB.
+    `adj_f.onnx` computes seeds times the Jacobian, `fwd_f.onnx` the Jacobian times seeds, and `fwd_adj_f.onnx` what
+    exact Hessians need. `casadi.GraphBuilder("f.onnx").create("f")` reads all four. CasADi reads files below 2 GB
+    that hold their weights.
 
     Args:
         model: as in `graphopt.grad`, with floating-point inputs and outputs.

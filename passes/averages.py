@@ -166,13 +166,13 @@ class SWA(Average):
 
 @dataclass(frozen=True)
 class SWAG(SWA):
-    """Also keep the variance of the parameters, and how the last ones deviate (Maddox et al. 2019, arXiv:1902.02476).
+    """Average as `SWA`, and keep variances and the last deviations (Maddox et al. 2019, arXiv:1902.02476).
 
     A parameter NAME gets the state `NAME.variance` and, with a rank, `NAME.deviations` [rank, ...]. `drawn` returns
     models whose weights are drawn from the normal distribution of this mean and covariance, for `passes.Ensemble`.
 
     Args:
-        rank: the number of deviations, at most so many as there are averaged parameters; 0 for variances alone.
+        rank: how many of the last averaged updates leave their deviation from the mean; 0 for variances alone.
 
     >>> steps = {"optimizer": passes.SGD(0.1), "average": passes.SWAG(start=2, rank=3)}
     >>> step = graphopt.compile(models.linear((4,), 3), loss=passes.CrossEntropy(), **steps)

@@ -41,7 +41,7 @@ _Own = TypeVar("_Own", bound="Calibration")
 
 @dataclass(frozen=True)
 class Learning(Pass):
-    """Learn from rows, which `graphopt.calibrate` reads, what a model gets that says how sure it is.
+    """Learn from the rows of `graphopt.calibrate` how sure a model may be, and write this into the model.
 
     Args:
         output: the name of the output; by default, the only floating-point one that no such pass has added.

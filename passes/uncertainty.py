@@ -45,8 +45,8 @@ class LastLayerLaplace(OfClasses):
         prior_precision: the precision of the prior; `marginal` takes the one under which the rows are most likely, by
             MacKay's fixed point.
         structure: what of the matrix is kept: `full`; `kron`, a product of a matrix of features and one of outputs; or
-            `diag`. A prediction costs another F of the layer's F features times its outputs for `full`, and about
-            one layer of F outputs for `kron`.
+            `diag`. With F features, `full` adds about the cost of one layer of F outputs for each output of
+            the model, and `kron` that of one such layer.
         task: `classification` or `regression`.
         noise: the variance of a regression's targets around the prediction.
         factors: R, r, M and m, by which the variances are (x R + r)^2 M + m for features x; M and m alone for `diag`;

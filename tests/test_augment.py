@@ -30,7 +30,9 @@ Array = NDArray[Any]
 NONE: dict[str, Any] = {"horizontal_flip": 0.0, "crop": 0.0}
 KINDS = ("horizontal_flip", "vertical_flip", "down", "right", "brightness", "contrast", "saturation")
 WARPS = ("rotation", "area", "ratio", "top", "left", "hue")
-executor_of = partial(graphopt.Executor, threads=1, verify=False)  # `test_the_first_check_agrees` has it
+executor_of = partial(
+    graphopt.Executor, threads=1, verify=False
+)  # `test_capabilities.py::test_the_first_check_finds_no_difference` has it
 
 
 def draws(rows: int, count: int, seed: int, number: int, step: int) -> Array:

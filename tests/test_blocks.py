@@ -66,6 +66,8 @@ GATHERED = {
     ),
 }
 STAY = {
+    "numbers without axes": "f = Constant<value_ints=[0]>() n = ReduceSum<keepdims=0>(w) m = ReduceMax<keepdims=0>(v)"
+    " a = Unsqueeze(n, f) b = Unsqueeze(m, f) z = Concat<axis=0>(a, b)",
     "parts of two values, not all": f"{PARTS} z = Concat<axis=0>(q, r, p)",
     "of another axis": "p, q, r = Split<num_outputs=3, axis=1>(w) z = Concat<axis=1>(q, r, p)",
     "joined along another axis": f"{PARTS} z = Concat<axis=1>(q, p)",

@@ -58,11 +58,13 @@ def lowered_meanwhile(executor, steps=2000):
 @pytest.mark.slow
 def test_plain_steps_run_while_another_process_lowers_and_compares(cache, step, monkeypatch):
     """Losses and state are those of a run without kernels, whose state goes on where forms change."""
-    monkeypatch.setattr(Translation, "_difference", lambda *_: pytest.fail("this process compares"))
-    executor, plain = graphopt.Executor(step, native="auto"), graphopt.Executor(step, native=False)
-    assert executor._steps.runner.native is None
-    process = rehearsal_of(executor)._process.pid
-    losses = lowered_meanwhile(executor)
+    with monkeypatch.context() as patched:
+        patched.setattr(Translation, "_difference", lambda *_: pytest.fail("this process compares"))
+        executor = graphopt.Executor(step, native="auto")
+        assert executor._steps.runner.native is None
+        process = rehearsal_of(executor)._process.pid
+        losses = lowered_meanwhile(executor)
+    plain = graphopt.Executor(step, native=False)
     assert executor._steps.runner.native is not None
     assert not Path("/proc").exists() or not Path(f"/proc/{process}").exists()
     assert [*cache.glob("*.so")] and [*cache.glob("*.time.json")]
@@ -88,9 +90,9 @@ def frozen_step(cache, parts, monkeypatch):
 @pytest.mark.slow
 def test_plain_steps_of_frozen_weights_run_while_another_process_lowers(frozen_step):
     executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
-    assert executor._runner.native is None
+    assert executor._steps.runner.native is None
     losses = lowered_meanwhile(executor)
-    assert executor._runner.native is True  # nothing is measured
+    assert executor._steps.runner.native is True  # nothing is measured
     waiting = graphopt.Executor(frozen_step, native=True, frozen="low")
     batches = [batch for batch, _ in zip(itertools.cycle(BATCHES), losses, strict=False)]
     np.testing.assert_allclose(losses, [waiting.step(batch)["loss"] for batch in batches], rtol=1e-5)
@@ -101,7 +103,7 @@ def test_if_the_process_lacks_weights_this_one_lowers(frozen_step, monkeypatch):
     executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
     rehearsal_of(executor)._process.kill()
     assert len(lowered_meanwhile(executor)) == 1
-    assert executor._runner.native is True
+    assert executor._steps.runner.native is True
 
 
 @pytest.mark.slow
@@ -109,10 +111,10 @@ def test_a_plain_step_that_takes_much_memory_waits_for_kernels(frozen_step, monk
     monkeypatch.setattr(forms, "FEW_NUMBERS", 0)
     executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
     executor.step(BATCHES[0])
-    assert executor._runner.native is None  # on 8 rows, it does not
+    assert executor._steps.runner.native is None  # on 8 rows, it does not
     monkeypatch.setattr(forms, "step_bytes", lambda *_: 2**40)
     executor.step({name: x[:3] for name, x in BATCHES[0].items()})
-    assert executor._runner.native is True
+    assert executor._steps.runner.native is True
 
 
 @pytest.mark.slow

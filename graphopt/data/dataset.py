@@ -101,7 +101,7 @@ class Dataset(Checked):
         classes: the number of classes of the labels; the largest label + 1 by default.
         labels: the names of the classes in order, if they have names.
         columns: what makes the features of the columns of `table`.
-        table: columns of cells by name, that `columns` reads, or a model's input; what a page shows of features.
+        table: columns of cells by name, from which `columns` or a model's input makes features; pages show them.
         names: the names of the features.
         source: what errors call the data, such as the path of a file.
         spare: the names of arrays that a graph reads only if it has inputs of these names.

@@ -36,10 +36,10 @@ _Parts = tuple[_Part, ...]
 
 
 def gather_blocks(model: ir.Model) -> bool:
-    """Replace a Concat of parts of a value by a Gather of its rows, and one of all parts of several by that of these.
+    """Replace a Concat of parts of values by a Gather of rows of these values; return whether anything changed.
 
-    What consists of all numbers of one value in their order becomes a view of this value, and what consists of the same
-    parts as another value is read there. Results are the same bits. Return whether anything changed.
+    A Concat of all numbers of one value in their order becomes a view of this value. A Concat of the same parts as
+    another value is replaced by that value. Results are the same bits.
 
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]> g (float[N] x, float[6] w)
     ...     => (float[6] y) { a, b, c = Split<num_outputs=3>(w)  z = Concat<axis=0>(b, c, a)  y = Add(x, z) }''')
@@ -161,7 +161,7 @@ def _again(op: Emitter, node: ir.Node, y: ir.Value, parts: _Parts) -> ir.Value |
     if math.prod(_shape(x)) == math.prod(shape) and len(parts) == 1:
         return None if node.inputs[0] is x else like(op.Reshape(x, op.constant([*shape])), y)
     rows = shape[: len(shape) - len(_shape(x)) + 1]
-    alike = rows and all(_shape(source)[1:] == shape[len(rows) :] for source in sources)
+    alike = rows and all(map(_shape, sources)) and all(_shape(z)[1:] == shape[len(rows) :] for z in sources)
     behind = node.inputs[0].producer() if node.op_type in VIEWS and node.inputs[0] is not None else node
     if behind is None or behind.op_type not in ("Concat", "Gather") or not alike:
         return None

@@ -1,8 +1,8 @@
 """Say where a host puts the numbers of its state in adapter files, so that it writes them without Python.
 
 A file has the numbers of a state in blocks: transposed, as some of its rows, or times a factor. The blocks are found by
-writing the arrays of a file from states of ones and of consecutive numbers. What DoRA divides by norms of weights is no
-block of the state: a graph computes it, of which the file then has blocks.
+writing the arrays of a file from states of ones and of consecutive numbers. DoRA divides by norms of weights, so that
+its arrays are no blocks of the state: a graph computes them, and the file has blocks of its outputs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def adapter_files(model: ir.Model, initial: _State, *, computes: bool) -> tuple[
 
 
 def adapter_graph(model: ir.Model, initial: _State) -> ir.Model | None:
-    """Return a graph that computes of a state what adapter files have of DoRA; None if there is none, or no such graph.
+    """Return a graph that computes the arrays of DoRA's files from a state; None without DoRA, or if it is not right.
 
     The norms are those of the training graph. It is compared with Python on a state beside the initial one.
     """

@@ -68,11 +68,11 @@ def export_hosts(
     - `inference.onnx` is the trained model, which reads its weights from `state.safetensors`.
     - `weights.bin` contains the weights that do not train, once for all graphs, if the model has adapters or many of
       them; graphs for a target contain theirs. A browser that trains adapters downloads it once.
-    - `adapter.onnx` computes of the state what adapter files have of DoRA, which divides by the norms of weights.
+    - `adapter.onnx` computes from the state the arrays of DoRA's adapter files that depend on the norms of weights.
     - `adapter.onnx_adapter` and `adapter_model.safetensors` with `adapter_config.json` are the adapters of the initial
       state in the forms of `graphopt.save_adapter` that they have, where a host puts the numbers of its state.
-    - `proof.safetensors` is a batch, and what the plain step computes of it in float64: hosts compare their first step
-      with it. `debug.safetensors` finds the first node that differs.
+    - `proof.safetensors` has a batch, and sums of what the plain step computes from it in float64: hosts compare their
+      first step with them. By `debug.safetensors`, they find the first node that differs.
     - `host.json` lists names, types, shapes, and the output that replaces each state.
 
     Args:

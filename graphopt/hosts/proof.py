@@ -1,8 +1,8 @@
-"""Write what a host compares its first call of each graph with: a batch, and what the plain step computes of it.
+"""Write the proof of a host folder: a batch, and sums of what the plain step computes from it.
 
-Each output is compared by sums of its numbers with random signs, of a new state by those of its change. They are
-computed in float64, where the runtime has kernels for it. A difference is allowed that some roundings of state, data
-and products explain, measured in float32.
+A host compares its first call of each graph with them. A sum adds the numbers of an output, or the change of a state,
+with random signs. The plain step computes in float64, where the runtime has kernels for it. A sum may differ by what
+some roundings of state, data and products change, which is measured in float32.
 """
 
 from __future__ import annotations

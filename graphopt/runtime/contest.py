@@ -262,7 +262,7 @@ def live(contest: Contest, plain: BoundSession) -> Generator[BoundSession, Step,
 
     Processes prepare the candidates one after the other. The plain form runs until the first one is ready, and stands
     for that of the runtime until that is. Those that are ready run in turns, and then the fastest until another is
-    ready. One that is clearly faster ends the contest; without a memory, the first one that agrees does.
+    ready. One that is clearly faster ends the contest. If nothing is remembered, the first that agrees ends it.
     """
     forms, times, note, memory = {RUNTIME: plain}, dict[str, float](), "", contest.memory
     source, feeds, _ = yield plain

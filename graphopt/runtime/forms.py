@@ -99,7 +99,7 @@ class StepSessions:
         return self._digest, self.device.ort.__version__, self.device.threads
 
     def plain(self, *, is_brief: bool = False) -> BoundSession:
-        """Return the graph as it is; if it runs few steps, without the runtime's optimization, which takes as long."""
+        """Return the plain form; if it runs few steps, without the runtime's optimization, which they do not repay."""
         return self._opened(self.plain_model, "the plain step", optimized=not is_brief)
 
     def has_room_for_plain(self, feeds: Mapping[str, Tensor]) -> bool:

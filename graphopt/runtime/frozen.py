@@ -44,7 +44,7 @@ def placement_by_size(model: ir.Model, *, on_cpu: bool = True) -> FrozenPlacemen
 
 
 def frozen_bytes(model: ir.Model, *, as_floats: bool = False) -> int:
-    """Return the bytes of the weights of a graph that are no state; of floats, integers of 8 bits hold two of 4."""
+    """Return the bytes of the weights that are no state, or those of their floats; 8-bit integers may hold two of 4."""
     values = [x for x in model.graph.initializers.values() if not x.is_graph_input()]
     weights = [x.const_value for x in values if x.const_value is not None]
     grows = [as_floats and x.dtype.is_integer() and x.dtype.bitwidth <= 8 for x in weights]

@@ -53,8 +53,8 @@ class FakeQuantize(Pass):
     recurrence have a scale for each output, or for each of two directions, and are multiplied in floats. Gradients pass
     rounding straight through, and are 0 outside of the range (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
     `Executor.trained()` returns the model in integers, and `trained(quantized=False)` in floats. Activations are
-    rounded where ONNX Runtime then computes on integers. Weights are rounded with their adapters, such as `LoRA`, which
-    are merged in both.
+    rounded where ONNX Runtime then computes on integers. A weight with an adapter, such as `LoRA`, is rounded
+    after the adapter's change; both models have the merged weight.
 
     Ranges are learnt from the training rows: `graphopt.adapt` and recipes set them. While the model trains, they follow
     the batches; `TrainingMode`, which the standard pipeline has, gives them this form.
