@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +36,21 @@ _ALIKE: dict[object, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,),
 
 
 def hints(target: Any, *, include_extras: bool = False) -> dict[str, object]:
-    """Return the types of the fields of a dataclass, or of the arguments of a class or a function.
-
-    Return none if they do not resolve.
-    """
+    """Return the types of the fields of a dataclass, or of the arguments of a class or a function, that resolve."""
     if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
         target = options
-    is_plain_class = inspect.isclass(target) and not dataclasses.is_dataclass(target)
-    try:
-        return typing.get_type_hints(target.__init__ if is_plain_class else target, None, None, include_extras)
-    except (NameError, TypeError):  # types that are imported for annotations only, or a user's
-        return {}
+    if inspect.isclass(target) and not dataclasses.is_dataclass(target):
+        target = target.__init__
+    found: dict[str, object] = {}
+    for owner in reversed(target.__mro__) if inspect.isclass(target) else [inspect.unwrap(target)]:
+        for name, hint in inspect.get_annotations(owner).items():
+            found.pop(name, None)
+            names = getattr(owner, "__globals__", vars(sys.modules.get(owner.__module__, typing)))
+            alone = type(name, (), {"__annotations__": {name: hint}})
+            # Of a user, also of others: a type that is imported for annotations only, or is local to a function.
+            with contextlib.suppress(AttributeError, NameError, SyntaxError, TypeError):
+                found |= typing.get_type_hints(alone, dict(vars(owner)), names, include_extras)
+    return found
 
 
 def alternatives(hint: object) -> list[object]:
@@ -101,7 +106,7 @@ def check_options(options: Any, owner: str | None = None) -> None:
     kind: Any = type(options)
     for name, (kinds, words, are_words, choices) in _declared(kind).items():
         value = getattr(options, name)
-        if choices and value not in choices:
+        if choices and not (isinstance(value, kinds) and value in choices):
             raise _wrong(options, owner, name, _either([*map(repr, choices)]), value)
         if not isinstance(value, kinds):
             raise _wrong(options, owner, name, words, value)
