@@ -15,6 +15,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dims_of, name_of
 from graphopt.intervals import within
 from passes.calibration import Learning, OfClasses, typed_copy
+from passes.losses.loss import epsilon
 
 __all__ = ["PredictionInterval", "PredictionSet"]
 
@@ -39,7 +40,7 @@ class _Conformal(Learning):
         Raises:
             GraphoptError: there are too few rows.
         """
-        k = math.ceil((len(scores) + 1) * (1 - self.alpha) - 1e-9)
+        k = max(math.ceil((len(scores) + 1) * (1 - self.alpha) - 1e-9), 1)
         if k > len(scores):
             raise self.wrong(
                 f"needs at least {math.ceil(1 / self.alpha - 1e-9) - 1} rows{what} for alpha={self.alpha:g}, found "
@@ -97,8 +98,10 @@ class PredictionSet(OfClasses, _Conformal):
         self.check_free(model, scores.output, "probability", "set")
         with Emitter(model) as op:
             p = scores.emit_probabilities(op)
-            most = op.constant(np.array(self.threshold), like=p)
-            self.add(op, model, scores.output, probability=p, set=op.Not(op.Greater(self._scores(op, p), most)))
+            most = np.array(self.threshold)
+            most += 8 * epsilon(p) * np.abs(most)  # rounding leaves no class out
+            above = op.Greater(self._scores(op, p), op.constant(most, like=p))
+            self.add(op, model, scores.output, probability=p, set=op.Not(above))
 
     def _scores(self, op: Emitter, p: ir.Value) -> ir.Value:
         """Emit the score of each class: the smaller, the more likely."""
@@ -107,6 +110,7 @@ class PredictionSet(OfClasses, _Conformal):
         count = op.shape_of(p, 1)
         falling, order = op.TopK(p, count, axis=1, _outputs=2)
         sums = op.CumSum(falling, 1)
+        sums = sums / op.ReduceMax(sums, [1])  # the last one is the same number in each row
         _, place = op.TopK(order, count, axis=1, largest=0, _outputs=2)  # of each class in the order
         sums = op.GatherElements(sums, place, axis=1)
         if self.score == "aps":

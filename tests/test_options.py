@@ -76,7 +76,7 @@ def test_inherited_fields_are_checked_beside_one_whose_type_does_not_resolve() -
         local: Local | None = None
 
     OwnLoss(reduction="sum", local=Local(), words=("a",))
-    with pytest.raises(graphopt.GraphoptError, match="reduction='average'.: expected 'mean', 'sum' or 'none', found"):
+    with pytest.raises(graphopt.GraphoptError, match=r"reduction='average'\): expected 'mean', 'sum' or 'none', found"):
         OwnLoss(reduction="average")
     with pytest.raises(graphopt.GraphoptError, match="expected a sequence, found 'abc'"):
         OwnLoss(words="abc")
