@@ -14,7 +14,7 @@ from test_first_check import OPTIMIZERS
 
 import graphopt
 import passes
-from graphopt.graph.blocks import gather_blocks
+from graphopt.graph.blocks import gather_blocks, starts_of_blocks
 from graphopt.graph.storage import whole
 
 RNG = np.random.default_rng(0)
@@ -103,6 +103,41 @@ def test_other_parts_stay(name):
     operators, left, before, after = run(STAY[name])
     assert left == operators
     np.testing.assert_array_equal(before[0], after[0])
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "z = Slice(w, s, e, o, k)",  # its steps are an input
+        "a = Slice(w, s, e, o, k) b = Slice(w, s, e, o, k) z = Concat<axis=0>(b, a)",
+        "a = Slice(w, t, e, o) b = Slice(w, s, e, o) z = Concat<axis=0>(b, a)",  # 1 number, declared as 6
+    ],
+)
+def test_slices_of_unknown_steps_and_of_other_sizes_stay(nodes):
+    constants = "s = Constant<value_ints=[5]>() e = Constant<value_ints=[-100]>() o = Constant<value_ints=[0]>()"
+    constants += " t = Constant<value_ints=[5]>()"
+    size = 12 if "Concat" in nodes else 6
+    types = f"<float[6] a, float[6] b, float[{size}] z>"
+    inputs = f"g (float[{size}] x, float[6] w, int64[1] k) => (float[{size}] y)"
+    text = f"{inputs} {types} {{ {constants} {nodes} y = Add(z, x) }}"
+    assert not gather_blocks(graphopt.load(model(text)))
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "starts"),
+    [
+        (6, "a, b, c = Split<num_outputs=3>(w) z = Concat<axis=0>(c, a, b)", [4, 0, 2]),
+        (6, "a, b, c = Split<num_outputs=3>(w) z = Concat<axis=0>(b, a, a)", None),  # one block twice
+        (8, "a, b, c, d = Split<num_outputs=4>(w) z = Concat<axis=0>(d, b, a)", [6, 2, 0]),
+        (9, "a, b, c = Split<num_outputs=3>(w) z = Concat<axis=0>(c, a)", None),  # blocks of 2 in parts of 3
+        (0, "a, b, c = Split<num_outputs=3>(w) z = Concat<axis=0>(c, a, b)", None),
+        (6, "a, b, c = Split<num_outputs=3>(w) d = Neg(a) z = Concat<axis=0>(d, b, c)", None),  # of two arrays
+        (6, "z = Identity(w)", [0, 2, 4]),
+    ],
+)
+def test_blocks_begin_where_the_array_has_them(size, nodes, starts):
+    proto = onnx.shape_inference.infer_shapes(model(f"g (float[{size}] w) => (float[M] z) {{ {nodes} }}"))
+    assert starts_of_blocks(graphopt.load(proto).graph.outputs[0], 3) == starts
 
 
 def test_a_long_vector_is_not_gathered_number_by_number():

@@ -121,7 +121,8 @@ def _parts(node: ir.Node, known: dict[ir.Value, _Parts]) -> list[tuple[ir.Value,
     for y in node.outputs:
         stop = start + math.prod(_shape(y))
         own = _between(parts, start, stop)
-        if 0 < len(own) <= _MOST_PARTS:
+        is_whole = sum(part.stop - part.start for part in own) == stop - start  # but where shapes are declared wrongly
+        if is_whole and 0 < len(own) <= _MOST_PARTS:
             found.append((y, own))
         start = stop
     return found
@@ -129,8 +130,10 @@ def _parts(node: ir.Node, known: dict[ir.Value, _Parts]) -> list[tuple[ir.Value,
 
 def _cut(node: ir.Node, x: ir.Value) -> tuple[int, int] | None:
     """Return the only axis that a Slice cuts, in steps of 1, and the number at which it begins; None for others."""
-    starts, _, axes, steps = (None if v is None else constant_of(v) for v in [*node.inputs[1:], None, None][:4])
-    if starts is None or axes is None or starts.size != 1 or (steps is not None and steps.item() != 1):
+    if len(node.inputs) < 4:
+        return None
+    starts, _, axes, *steps = map(constant_of, node.inputs[1:])
+    if starts is None or axes is None or starts.size != 1 or any(x is None or x.item() != 1 for x in steps):
         return None
     shape, axis, start = _shape(x), axes.item(), starts.item()
     begin = min(max(start + shape[axis] if start < 0 else start, 0), shape[axis])
