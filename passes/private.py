@@ -107,6 +107,7 @@ class GaussianNoise(Clip):
                 "GaussianNoise: expected gradients of clipped examples, found others: set "
                 "gradient=passes.PrivateGradient(max_norm)"
             )
+        shapes = {w.name: w.shape.numpy() for w in roles.with_role(model, Role.PARAMETER) if w.shape is not None}
         if changed := [g.name for g in gradients if GRADIENT_OF.read(g) is None]:
             raise GraphoptError(
                 f"GaussianNoise: expected the gradients of PrivateGradient as they are, found {changed[0]!r}, which "
@@ -119,12 +120,13 @@ class GaussianNoise(Clip):
         noisy = []
         for number, gradient in enumerate(gradients):
             step = state.counter(model)
-            count = math.prod(size for size in dims_of(gradient) if isinstance(size, int))  # of a parameter
+            shape = shapes[GRADIENT_OF.read(gradient)]  # that of the gradient may have unknown sizes
+            count = math.prod(shape)
             half = op.constant(np.array([(count + 1) // 2]))
             pair = [uniform(op, half, step, _OF_PRIVACY, 2 * number + i, key) for i in (0, 1)]
             drawn = normal(op, pair.__getitem__, twice=True, scale=scale)
             drawn = op.Slice(drawn, [0], [count]) if count % 2 else drawn
-            noise = op.cast(op.Reshape(drawn, op.shape_of(gradient)), gradient.dtype)
+            noise = op.cast(op.Reshape(drawn, [*shape]), gradient.dtype)
             noisy.append(gradient + like(noise, gradient))
         return noisy
 

@@ -22,6 +22,7 @@ from graphopt.data.loader import draw
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.runtime.steps import NonFiniteLoss
@@ -194,6 +195,25 @@ def test_noise_is_normal_with_its_deviation_and_differs_from_step_to_step() -> N
         again.step({**rows, "noise_key": np.int32(key)})
         noise = (before - again.state["layers.0.weight"]).ravel()
         assert abs(np.corrcoef(noise, drawn[0])[0, 1] - expected) < 0.02
+
+
+class Forget(Pass):
+    """Take the sizes from the shapes of gradients."""
+
+    def rewrite(self, model: ir.Model) -> None:
+        for gradient in roles.with_role(model, Role.GRADIENT):
+            gradient.shape = ir.Shape([f"size{i}" for i in range(len(gradient.shape))])
+
+
+def test_noise_has_the_shapes_of_parameters() -> None:
+    """Sizes that the gradient's shape does not know were left out of the count of random numbers."""
+    found = []
+    for clip in ([], [Forget()]):
+        executor = graphopt.Executor(private_step(clip=[*clip, passes.GaussianNoise(1.0)]))
+        executor.step({**data_of(8), "noise_key": np.int32([1, 2])})
+        found.append(executor.state)
+    for name, w in found[0].items():
+        np.testing.assert_array_equal(found[1][name], w)
 
 
 def test_fit_draws_batches_by_poisson_sampling_and_keeps_to_a_budget() -> None:
