@@ -99,6 +99,14 @@ class Learning(Pass):
             raise self.wrong(f"expected targets of shape {list(predicted.shape)}, found {list(targets.shape)}")
         return targets.reshape(predicted.shape)
 
+    def check_count(self, name: str, *due: object) -> None:
+        """Raise an error unless the numbers of a field, which may be given by hand, are so many; None has none."""
+        numbers = getattr(self, name, None)
+        if numbers is not None and all(isinstance(count, int) for count in due) and len(numbers) not in due:
+            raise self.wrong(
+                f"{name}: expected {' or '.join(map(str, due))} number{'s' * (due != (1,))}, found {len(numbers)}"
+            )
+
     def own_output(self, model: ir.Model) -> ir.Value:
         return floating_output(model, self.output, "output")
 
@@ -315,6 +323,8 @@ class Calibration(OfClasses):
         ensure_typed(model)
         scores = self.scores(model)
         y = scores.output if scores.logits is None else scores.logits
+        for name in ("scale", "bias") if self.per_class else ():
+            self.check_count(name, dims_of(y)[1])
         uses = list(y.uses())
         with Emitter(model) as op:
             z = self.calibrate(op, model, scores.emit_logits(op), name_of(scores.output))
@@ -519,14 +529,16 @@ class VarianceScaling(Learning):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         y, variance = self._values(model)
+        numbers, shape = np.array(self.scale), () if variance is not None else dims_of(y)[1:]
+        if is_known := all(isinstance(size, int) for size in shape):
+            self.check_count("scale", math.prod(shape))
         with Emitter(model) as op:
-            scale = op.constant(np.array(self.scale), like=y)
+            scale = op.constant(numbers.reshape(shape) if is_known else numbers, like=y)
             if variance is not None:
                 uses = list(variance.uses())
-                replace_output(model, variance, variance * op.Squeeze(scale, [0]), uses)
+                replace_output(model, variance, variance * scale, uses)
                 return
             self.check_free(model, y, "variance")
-            scale = scale if rank(y) > 1 else op.Squeeze(scale, [0])
             self.add(op, model, y, variance=op.Expand(scale, op.shape_of(y)))
 
     def _values(self, model: ir.Model) -> tuple[ir.Value, ir.Value | None]:

@@ -95,6 +95,7 @@ class PredictionSet(OfClasses, _Conformal):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         scores = self.scores(model)
+        self.check_count("threshold", 1, 2 if scores.is_binary else dims_of(scores.output)[1])
         self.check_free(model, scores.output, "probability", "set")
         with Emitter(model) as op:
             p = scores.emit_probabilities(op)
@@ -151,10 +152,11 @@ class PredictionInterval(_Conformal):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         y = self._output(model)
+        self.check_count("threshold", 1)
         self.check_free(model, y, "lower", "upper")
         with Emitter(model) as op:
             low, high = (y, y) if self.score == "absolute" else op.Split(y, [1, 1], axis=1, _outputs=2)
-            margin = op.constant(np.array((self.threshold or (0.0,))[0]), like=y)
+            margin = op.constant(np.array(self.threshold), like=y)
             self.add(op, model, y, lower=low - margin, upper=high + margin)
 
     def _output(self, model: ir.Model) -> ir.Value:

@@ -273,6 +273,31 @@ def test_variances_are_mean_squared_errors_and_are_scaled_by_ratios() -> None:
     np.testing.assert_allclose(found["v"], ratio * np.exp(x), rtol=1e-5)
 
 
+def test_an_output_of_more_axes_has_a_variance_of_each_element() -> None:
+    rng = np.random.default_rng(0)
+    x, target = rng.standard_normal((50, 2, 3)).astype(np.float32), rng.standard_normal((50, 2, 3))
+    plain = model("g (float[N,2,3] x) => (float[N,2,3] y) { y = Identity(x) }")
+    found = graphopt.run(graphopt.calibrate(plain, {"x": x, "target": target}, passes.VarianceScaling()), {"x": x})
+    np.testing.assert_allclose(found["y.variance"][7], np.square(x - target).mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (passes.PredictionSet(threshold=(0.1, 0.2)), "PredictionSet: threshold: expected 1 or 5 numbers, found 2"),
+        (passes.VectorScaling((0.5, 0.5)), "VectorScaling: scale: expected 5 numbers, found 2"),
+        (passes.VectorScaling((0.5,) * 5, (0.5,)), "VectorScaling: bias: expected 5 numbers, found 1"),
+        (passes.VarianceScaling((1.0, 2.0)), "VarianceScaling: scale: expected 5 numbers, found 2"),
+        (passes.PredictionInterval(threshold=()), "PredictionInterval: threshold: expected 1 number, found 0"),
+    ],
+)
+def test_numbers_that_are_given_by_hand_are_as_many_as_are_learnt(given: passes.Calibration, message: str) -> None:
+    text = "g (float[N] x) => (float[N] y) { y = Identity(x) }" if "Interval" in message else LOGITS
+    with pytest.raises(GraphoptError) as error:
+        given(graphopt.load(model(text)))
+    assert str(error.value) == message
+
+
 def some(count: int, data: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     return {name: x[:count] for name, x in (data or rows()).items()}
 
