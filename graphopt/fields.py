@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _PLAIN = (bool, int, float, str, type(None))
+_UNRESOLVED = (AttributeError, NameError, TypeError)
 _UNIONS = (typing.Union, types.UnionType)
 _WORDS: dict[object, str] = {
     bool: "True or False",
@@ -36,20 +37,23 @@ _ALIKE: dict[object, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,),
 
 
 def hints(target: Any, *, include_extras: bool = False) -> dict[str, object]:
-    """Return the types of the fields of a dataclass, or of the arguments of a class or a function, that resolve."""
+    """Return the types of the fields of a dataclass, or of the arguments of a class or a function.
+
+    Leave out those of a dataclass that do not resolve; of others, return none then.
+    """
     if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
         target = options
-    if inspect.isclass(target) and not dataclasses.is_dataclass(target):
-        target = target.__init__
-    found: dict[str, object] = {}
-    for owner in reversed(target.__mro__) if inspect.isclass(target) else [inspect.unwrap(target)]:
-        for name, hint in inspect.get_annotations(owner).items():
+    is_plain_class = inspect.isclass(target) and not dataclasses.is_dataclass(target)
+    try:
+        return typing.get_type_hints(target.__init__ if is_plain_class else target, None, None, include_extras)
+    except _UNRESOLVED:  # types that are imported for annotations only, or a user's
+        found: dict[str, object] = {}
+    for base in reversed(target.__mro__) if inspect.isclass(target) and not is_plain_class else ():
+        for name, hint in inspect.get_annotations(base).items():
             found.pop(name, None)
-            names = getattr(owner, "__globals__", vars(sys.modules.get(owner.__module__, typing)))
-            alone = type(name, (), {"__annotations__": {name: hint}})
-            # Of a user, also of others: a type that is imported for annotations only, or is local to a function.
-            with contextlib.suppress(AttributeError, NameError, SyntaxError, TypeError):
-                found |= typing.get_type_hints(alone, dict(vars(owner)), names, include_extras)
+            field, names = type(name, (), {"__annotations__": {name: hint}}), vars(sys.modules[base.__module__])
+            with contextlib.suppress(*_UNRESOLVED):
+                found |= typing.get_type_hints(field, names, None, include_extras)
     return found
 
 

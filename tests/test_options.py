@@ -63,27 +63,6 @@ def test_a_pass_of_ones_own_declares_intervals() -> None:
             Own(**options)
 
 
-def test_inherited_fields_are_checked_beside_one_whose_type_does_not_resolve() -> None:
-    class Local: ...  # an annotation cannot name it at run time
-
-    @dataclasses.dataclass(frozen=True)
-    class OwnLoss(passes.MeanSquaredError):
-        local: Local | None = None
-        words: tuple[str, ...] = ()
-
-    @dataclasses.dataclass(frozen=True)
-    class OwnSGD(passes.SGD):
-        local: Local | None = None
-
-    OwnLoss(reduction="sum", local=Local(), words=("a",))
-    with pytest.raises(graphopt.GraphoptError, match=r"reduction='average'\): expected 'mean', 'sum' or 'none', found"):
-        OwnLoss(reduction="average")
-    with pytest.raises(graphopt.GraphoptError, match="expected a sequence, found 'abc'"):
-        OwnLoss(words="abc")
-    with pytest.raises(graphopt.GraphoptError, match="expected 8 or 32, found 4"):
-        OwnSGD(0.1, slot_bits=4)
-
-
 X = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
 TARGET = X[:, :3].copy()
 
