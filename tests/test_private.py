@@ -345,6 +345,28 @@ def test_norms_are_those_of_rows_alone(x: str, nodes: str, shapes: dict[str, tup
     np.testing.assert_allclose(graphopt.run(step, data)["example_norms"], expected, rtol=1e-5)
 
 
+class Warm(nn.Module):
+    """A network whose logits are divided by a temperature of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) / self.temperature
+
+
+def test_a_parameter_of_one_number_has_the_norms_of_pytorch() -> None:
+    torch.manual_seed(0)
+    module, data = Warm(), data_of(6)
+    step = graphopt.compile(exported(module, torch.zeros(6, 4)), loss=passes.CrossEntropy(), clip=passes.ExampleNorms())
+    x, target = torch.tensor(data["x"]), torch.tensor(data["target"])
+    expected = norms_of(of_examples(module, x, target))
+    np.testing.assert_allclose(
+        graphopt.run(step, {"x": data["x"], "target": data["target"]})["example_norms"], expected, rtol=1e-5
+    )
+
+
 def test_examples_of_float64_are_those_of_pytorch() -> None:
     module, x, target = batch_of("dense")
     expected = norms_of(of_examples(module, x, target))
