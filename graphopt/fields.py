@@ -48,7 +48,7 @@ def hints(target: Any, *, include_extras: bool = False) -> dict[str, object]:
         return typing.get_type_hints(target.__init__ if is_plain_class else target, None, None, include_extras)
     except _UNRESOLVED:  # types that are imported for annotations only, or a user's
         found: dict[str, object] = {}
-    for base in reversed(target.__mro__) if dataclasses.is_dataclass(target) else ():
+    for base in reversed(target.__mro__) if inspect.isclass(target) and not is_plain_class else ():
         for name, hint in inspect.get_annotations(base).items():
             found.pop(name, None)
             field, names = type(name, (), {"__annotations__": {name: hint}}), vars(sys.modules[base.__module__])
