@@ -83,6 +83,17 @@ class LastAxis(nn.Module):
         return self.head(self.attention(h, h, h)[0].mean(0))
 
 
+class Tempered(nn.Module):
+    """Logits behind a temperature of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(6, 4), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) / self.temperature
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dense": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), (6,)),
     "convolutions": (Convolutions, (2, 9, 9)),
@@ -91,6 +102,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (Attention, (3, 8)),
     "tied": (Tied, (7,)),
     "last-axis": (LastAxis, (5, 8)),
+    "one number": (Tempered, (6,)),
 }
 
 
@@ -343,28 +355,6 @@ def test_norms_are_those_of_rows_alone(x: str, nodes: str, shapes: dict[str, tup
     rows = [{name: value[i : i + 1] for name, value in data.items()} for i in range(5)]
     expected = [graphopt.run(alone, row)["gradient_norm"] for row in rows]
     np.testing.assert_allclose(graphopt.run(step, data)["example_norms"], expected, rtol=1e-5)
-
-
-class Warm(nn.Module):
-    """A network whose logits are divided by a temperature of one number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) / self.temperature
-
-
-def test_a_parameter_of_one_number_has_the_norms_of_pytorch() -> None:
-    torch.manual_seed(0)
-    module, data = Warm(), data_of(6)
-    step = graphopt.compile(exported(module, torch.zeros(6, 4)), loss=passes.CrossEntropy(), clip=passes.ExampleNorms())
-    x, target = torch.tensor(data["x"]), torch.tensor(data["target"])
-    expected = norms_of(of_examples(module, x, target))
-    np.testing.assert_allclose(
-        graphopt.run(step, {"x": data["x"], "target": data["target"]})["example_norms"], expected, rtol=1e-5
-    )
 
 
 def test_examples_of_float64_are_those_of_pytorch() -> None:
