@@ -522,6 +522,10 @@ class VarianceScaling(Learning):
         squares = np.square(predicted - self.matching(targets, predicted))
         if variance is None:
             return replace(self, scale=tuple(squares.reshape(len(squares), -1).mean(0).tolist()))
+        if of_rows.size not in (len(squares), squares.size):
+            expected = " or ".join(map(str, dict.fromkeys([len(squares), squares.size])))
+            raise self.wrong(f"expected {expected} numbers of {variance.name!r}, found {of_rows.size}")
+        squares, of_rows = (x.reshape(len(squares), -1) for x in (squares, of_rows))
         if not (of_rows > 0).all():
             raise self.wrong(f"expected {variance.name!r} above 0, found {of_rows.min():g}")
         return replace(self, scale=(float((squares / of_rows).mean()),))
