@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.arguments import checked
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import metadata, state
 from graphopt.graph.authored import ask, name_of_method, scalar
 from graphopt.graph.emitter import Emitter
@@ -20,7 +21,7 @@ from graphopt.graph.rewriting import Pass, Pattern, no_match, selects
 from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import AVERAGE
 from graphopt.graph.values import name_of, next_of, redirect, wide_type
-from graphopt.intervals import within
+from graphopt.intervals import Interval, within
 from passes.optimizers.slots import initial_array
 
 _VARIANCE, _DEVIATIONS = "variance", "deviations"  # of a parameter, over the averaged ones
@@ -38,7 +39,7 @@ class Average(Pass):
 
     Args:
         start: the number of the update from which on parameters are averaged.
-        every: the number of updates from one averaged parameter to the next.
+        every: the number of updates from one that is averaged to the next.
         parameters: shell-style patterns of the names of the parameters to average, one or several.
         infer: evaluate, predict and export with the averages; otherwise they are only state.
 
@@ -170,6 +171,8 @@ class SWAG(SWA):
 
     A parameter NAME gets the state `NAME.variance` and, with a rank, `NAME.deviations` [rank, ...]. `drawn` returns
     models whose weights are drawn from the normal distribution of this mean and covariance, for `passes.Ensemble`.
+    Running statistics of BatchNormalization stay those of the last parameters, as with `SWA`; the article computes them
+    anew for each drawn model.
 
     Args:
         rank: how many of the last averaged updates leave their deviation from the mean; 0 for variances alone.
@@ -201,17 +204,24 @@ class SWAG(SWA):
             state.set_next(model, deviations, op.Where(counts, later, deviations))
 
     @staticmethod
+    @checked()
     def drawn(executor: Any, samples: int = 20, seed: int = 0) -> list[onnx.ModelProto]:
         """Return trained models, as `Executor.trained` does, whose weights are drawn; the executor stays as it is.
 
         Raises:
-            GraphoptError: the executor has no such state, or has not averaged the parameters of two updates.
+            GraphoptError: the executor has no such state, does not infer with it, or has not averaged the parameters of
+                two updates; or a number is outside its interval.
         """
-        known, random = executor.state, np.random.default_rng(seed)
-        read = state.averages_read(executor.model)
+        for option, value, interval in ("samples", samples, "[1, inf)"), ("seed", seed, "[0, inf)"):
+            if (allowed := Interval(interval, whole=True)).outside(value):
+                raise GraphoptError(f"SWAG.drawn({option}={value!r}): expected {allowed}, found {value!r}")
+        is_executor = isinstance(getattr(executor, "model", None), ir.Model)
+        read = state.averages_read(executor.model) if is_executor else {}
+        known, random = executor.state if read else {}, np.random.default_rng(seed)
         averages = {name: known[name] for name, owner in read.items() if f"{owner}.{_VARIANCE}" in known}
         if not averages:
-            raise GraphoptError("SWAG.drawn: expected an executor with average=passes.SWAG(), found another")
+            found = "another" if is_executor else kind_of(executor)
+            raise GraphoptError(f"SWAG.drawn: expected an executor with average=passes.SWAG(infer=True), found {found}")
         if not any(known[f"{read[name]}.{_VARIANCE}"].any() for name in averages):
             raise GraphoptError(
                 "SWAG.drawn: expected two averaged updates or more, found variances of 0: train past start"

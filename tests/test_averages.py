@@ -83,8 +83,19 @@ def test_drawn_models_have_the_mean_and_the_covariance() -> None:
     np.testing.assert_allclose(
         graphopt.run(unsure, {"x": FEEDS["x"]})["y.variance"], every.var(0), rtol=1e-3, atol=1e-6
     )
-    with pytest.raises(graphopt.GraphoptError, match=r"SWAG.drawn: expected an executor with average=passes.SWAG"):
-        passes.SWAG.drawn(trained(average=passes.SWA()))
+    for other, found in (
+        (trained(average=passes.SWA()), "another"),
+        (trained(average=passes.SWAG(infer=False)), "another"),
+        ("x", "'x'"),
+    ):
+        with pytest.raises(graphopt.GraphoptError, match=rf"with average=passes.SWAG\(infer=True\), found {found}"):
+            passes.SWAG.drawn(other)
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"drawn\(samples=0\): expected a whole number in \[1, inf\), found 0"
+    ):
+        passes.SWAG.drawn(executor, samples=0)
+    with pytest.raises(graphopt.GraphoptError, match="expected a whole number in"):
+        passes.SWAG.drawn(executor, samples="3")
     with pytest.raises(graphopt.GraphoptError, match=r"SWAG.drawn: expected two averaged updates or more"):
         passes.SWAG.drawn(trained(average=passes.SWAG(start=10)))
 
