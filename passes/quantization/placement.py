@@ -60,6 +60,7 @@ ROWS: dict[str, Row] = {
     "Sigmoid": Row("QLinearSigmoid", joins=True),
     "Where": Row("QLinearWhere", joins=True),
 }
+_SORTS = ("Concat", "Slice", "Unsqueeze")  # gates of a recurrence, and stacks its directions
 FUSED = ("Clip", "Relu")  # after a product, a sum or a join, before its QuantizeLinear
 
 
@@ -94,7 +95,7 @@ def products(graph: ir.Graph) -> Iterator[Product]:
         for read in (given(node.inputs[index]) for index in row_of(node).weights if index < len(node.inputs)):
             if node.op_type in RECURRENT and read.producer() is not None:
                 parts = [x for x in dict.fromkeys(_parts(read)) if is_weight(x) and len(x.shape or ()) == 2]
-                yield from (Product(node, x, x, 0) for x in parts if not x.is_graph_output())
+                yield from (Product(node, x, x, 0) for x in parts if _is_of_recurrences(x))
                 continue
             weight: ir.Value | None = read
             while weight is not None and (before := weight.producer()) is not None:
@@ -115,9 +116,20 @@ def _parts(x: ir.Value) -> Iterator[ir.Value]:
     node = x.producer()
     if node is None:
         yield x
-    elif node.op_type in ("Concat", "Slice", "Unsqueeze"):
+    elif node.op_type in _SORTS:
         for part in node.inputs if node.op_type == "Concat" else node.inputs[:1]:
             yield from _parts(given(part))
+
+
+def _is_of_recurrences(x: ir.Value) -> bool:
+    """Return whether a value is read as a part of the weights of recurrences alone."""
+    reached = [x]
+    for y in reached:
+        uses = [use for use in y.uses() if use.node.op_type not in RECURRENT or use.idx not in row_of(use.node).weights]
+        if y.is_graph_output() or not all(use.node.op_type in _SORTS for use in uses):
+            return False
+        reached += [z for use in uses for z in use.node.outputs if z not in reached]
+    return True
 
 
 def _channel(node: ir.Node, shape: ir.Shape) -> int | None:
