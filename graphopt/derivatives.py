@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt.arguments import checked
+from graphopt.errors import GraphoptError
+from graphopt.files import replacing
 from graphopt.graph.inference import as_it_came, has_tensors
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import Detached, Encoders
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.storage import save
+from graphopt.graph.storage import is_large, path_of_file, save
 from graphopt.graph.values import name_of
 
 
@@ -125,24 +128,27 @@ def family(model: Source, path: str | os.PathLike[str]) -> list[Path]:
         path: the file to write.
 
     Raises:
-        GraphoptError: as for `grad`.
+        GraphoptError: as for `grad`; a file is the model's own, or would have 2 GB or more. Nothing is written.
 
     >>> [path.name for path in graphopt.family(models.mlp((3,), 2), "f.onnx")]
     ['f.onnx', 'adj_f.onnx', 'fwd_f.onnx', 'fwd_adj_f.onnx']
     """
     from passes.differentiate import Adjoint, Tangent
 
-    path = Path(path)
+    path = path_of_file(path, "family")
+    paths = [path.with_name(prefix + path.name) for prefix in ("", "adj_", "fwd_", "fwd_adj_")]
+    if isinstance(model, str | os.PathLike) and Path(model).resolve() in [each.resolve() for each in paths]:
+        raise GraphoptError(f"family: expected another file than the model, found {os.fspath(model)!r}: name another")
     adjoint = derive(model, Adjoint(), keep=False)
-    parts = {
-        "": normal_form(model),
-        "adj_": adjoint,
-        "fwd_": derive(model, Tangent(), keep=False),
-        "fwd_adj_": derive(adjoint, Tangent(), keep=False),
-    }
-    for prefix, part in parts.items():
-        save(part, path.with_name(prefix + path.name))
-    return [path.with_name(prefix + path.name) for prefix in parts]
+    parts = normal_form(model), adjoint, derive(model, Tangent(), keep=False), derive(adjoint, Tangent(), keep=False)
+    with contextlib.ExitStack() as files:  # all of them, or none
+        for each, part in zip(paths, parts, strict=True):
+            if is_large(part):
+                raise GraphoptError(
+                    f"family: expected models below 2 GB, which CasADi reads, found a larger {each.name}"
+                )
+            save(part, files.enter_context(replacing(each)))
+    return paths
 
 
 @checked()

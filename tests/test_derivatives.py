@@ -15,6 +15,8 @@ from torch import nn
 
 import graphopt
 import passes
+from graphopt import models
+from graphopt.graph import storage
 from passes import differentiate
 
 FORCES = {"derive": passes.Differentiate("x", "y", name="forces", sign=-1)}
@@ -154,6 +156,25 @@ def test_a_family_has_products_of_both_sides_with_several_seeds(tmp_path: Path) 
         read = [value.name for value in onnx.load(path).graph.input]
         found = graphopt.run(str(path), {each: own[each] for each in read})[name]
         np.testing.assert_allclose(found, packed(torch.stack(products)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("written", ["f.onnx", "sub/../f.onnx"])
+def test_a_family_writes_all_files_or_none_and_not_over_its_model(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphopt.save(models.mlp((3,), 2), tmp_path / "f.onnx")
+    (tmp_path / "sub").mkdir()
+    before = (tmp_path / "f.onnx").read_bytes()
+    with pytest.raises(graphopt.GraphoptError, match="family: expected another file than the model, found"):
+        graphopt.family(tmp_path / "f.onnx", tmp_path / written)
+    (tmp_path / "fwd_g.onnx").mkdir()
+    with pytest.raises(graphopt.GraphoptError, match="expected the path of a file to write, found a folder"):
+        graphopt.family(tmp_path / "f.onnx", tmp_path / "g.onnx")
+    monkeypatch.setattr(storage, "LIMIT", 10)
+    with pytest.raises(graphopt.GraphoptError, match="family: expected models below 2 GB, which CasADi reads"):
+        graphopt.family(models.mlp((3,), 2), tmp_path / "h.onnx")
+    assert (tmp_path / "f.onnx").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.onnx", "fwd_g.onnx", "sub"]
 
 
 @pytest.mark.parametrize("rows", [1, 4])
