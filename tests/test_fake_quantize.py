@@ -540,7 +540,7 @@ def test_weights_are_rounded_with_their_adapters(name, options, tmp_path):
     assert not any(".lora_" in name for name in initializers(proto))
     expected = run(simulated(executor), rows, optimize=False)
     np.testing.assert_array_equal(run(proto, rows, optimize=False), expected)
-    np.testing.assert_allclose(executor.predict(x=rows)["y"], expected, atol=0.05)
+    np.testing.assert_allclose(executor.predict(x=rows)["y"], expected, atol=1e-5)
     if name == "mlp" and options == "int8":
         assert kernels(proto, tmp_path)["QGemm"] == 3
         floats, first = (initializers(x) for x in (executor.trained(quantized=False), mlp((6, 16, 8, 3), "Relu")))
