@@ -504,7 +504,8 @@ class VarianceScaling(Learning):
 
     Args:
         scale: the variance of each column, or the factor; None learns it.
-        variance: the name of an output that the model itself has; by default, the variance that another pass has added.
+        variance: the name of an output that the model itself has, with a number for each one that it predicts or for
+            each row; by default, the variance that another pass has added.
 
     >>> rows = {"x": numpy.zeros((4, 2), numpy.float32), "target": numpy.float32([[1], [2], [-1], [-2]])}
     >>> calibrated = graphopt.calibrate(models.linear((2,), 1), rows, passes.VarianceScaling())

@@ -135,8 +135,8 @@ class Parameters(Pass):
         unfreeze: train these regardless of the rules.
         untie: do not tie these, and copy them for each use.
         retie: tie these to the weights with equal numbers, transposed or not.
-        operators: train only what one of these operators reads, such as BatchNormalization, also turned or cast;
-            shell-style patterns.
+        operators: train only what one of these operators reads, such as BatchNormalization, also turned, cast
+            or rounded; shell-style patterns.
 
     Raises:
         GraphoptError: no initializer trains, a pattern matches no floating-point initializer or no operator that reads

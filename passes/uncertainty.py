@@ -53,7 +53,7 @@ class LastLayerLaplace(OfClasses):
             None learns them.
 
     Raises:
-        GraphoptError: the output does not come out of a Gemm with a constant weight, or the layer is too large.
+        GraphoptError: the output does not come out of one Gemm with a constant weight, or the layer is too large.
 
     >>> digits = graphopt.data.digits()
     >>> unsure = graphopt.calibrate(models.mlp((1, 8, 8), 10, hidden=[16]), digits, passes.LastLayerLaplace())

@@ -15,6 +15,7 @@ import passes
 from graphopt.cli import command as cli
 from graphopt.data import Dataset, replay
 from graphopt.errors import GraphoptError
+from graphopt.graph.rewriting import Pass
 
 RNG = np.random.default_rng(0)
 NETWORK = """g (float[N,6] x) => (float[N,3] y) {
@@ -69,16 +70,16 @@ def test_what_no_named_operator_reads_does_not_train() -> None:
         trained_of(NETWORK, operators="Conv")
 
 
-def test_a_weight_that_is_turned_before_a_product_is_of_the_product() -> None:
+def test_a_weight_that_is_turned_or_rounded_before_a_product_is_of_the_product() -> None:
     turned = NETWORK.replace("y = MatMul(h, w)", "t = Transpose(v) y = MatMul(h, t)")
-    assert trained_of(turned, operators="MatMul") == ["u", "v"]
+    for quantize in (None, passes.FakeQuantize(activations=None)):
+        assert trained_of(turned, quantize, operators="MatMul") == ["u", "v"]
 
 
-def trained_of(network: str, **options: str | list[str]) -> list[str]:
+def trained_of(network: str, quantize: Pass | None = None, **options: str | list[str]) -> list[str]:
     turned = {"v": WEIGHTS["w"].T} if "(v)" in network else {"w": WEIGHTS["w"]}
-    step = graphopt.compile(
-        model(network, **{**WEIGHTS, **turned}), parameters=passes.Parameters(**options), loss=passes.Entropy()
-    )
+    steps = {"quantize": quantize, "parameters": passes.Parameters(**options), "loss": passes.Entropy()}
+    step = graphopt.compile(model(network, **{**WEIGHTS, **turned}), **steps)
     return sorted(y.name.removesuffix(".grad") for y in step.graph.outputs if y.name.endswith(".grad"))
 
 

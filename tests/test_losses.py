@@ -144,6 +144,7 @@ def test_entropy_leaves_out_classes_of_no_probability_and_needs_two():
     outputs = run(of(passes.Entropy(), P.shape), 1, {"x": logits})[0]
     expected = torch.distributions.Categorical(logits=torch.tensor(logits)).entropy().mean()
     np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-9)
+    np.testing.assert_allclose(outputs["w.next"], [0], atol=1e-12)
     with pytest.raises(graphopt.GraphoptError, match="Entropy: expected two classes or more along axis 1 of 'y', fo"):
         of(passes.Entropy(), (6, 1))
 

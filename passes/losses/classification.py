@@ -313,6 +313,9 @@ class Entropy(Loss):
         axis: the axis of the classes, two or more.
         from_logits: as in `CrossEntropy`. A logit of -inf leaves its class out.
 
+    Raises:
+        GraphoptError: there is one class.
+
     >>> step = graphopt.compile(models.linear((1,), 4), loss=passes.Entropy())
     >>> round(float(graphopt.run(step, {"x": numpy.zeros((2, 1), numpy.float32)})["loss"]), 4)  # the logarithm of 4
     1.3863
