@@ -11,7 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -132,9 +132,18 @@ def _wrong(options: object, owner: str | None, name: str, expected: object, foun
     return GraphoptError(f"{place}: expected {expected}, found {found!r}")
 
 
+class _Declared(NamedTuple):
+    """Hold the classes of a field, these in words, whether sequences hold words, and the choices."""
+
+    kinds: tuple[type, ...]
+    words: str
+    are_words: bool
+    choices: list[object]
+
+
 @functools.cache
-def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool, list[object]]]:
-    """Return the fields that are checked: their classes, these in words, whether sequences hold words, and choices."""
+def _declared(kind: Any) -> dict[str, _Declared]:
+    """Return the fields that are checked, by name."""
     found, known = {}, hints(kind)
     for field in dataclasses.fields(kind):
         parts = alternatives(known.get(field.name, Any))
@@ -148,7 +157,7 @@ def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool, list[ob
             choices += [None] if choices and type(None) in classes else []
             are_choices = all(typing.get_origin(part) is Literal or part is type(None) for part in parts)
             text = _either([*dict.fromkeys(_WORDS[part] for part in classes)])
-            found[field.name] = (*classes, *alike), text, are_words, choices if are_choices else []
+            found[field.name] = _Declared((*classes, *alike), text, are_words, choices if are_choices else [])
     return found
 
 

@@ -16,7 +16,7 @@ from graphopt.graph.rewriting import Pass, Pattern
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import given, is_static
 from graphopt.intervals import within
-from passes.quantization.quantize_weights import chosen_weights, product_weights, products_of
+from passes.quantization.quantize_weights import chosen_weights, product_weights, readings_of
 from passes.weights.initializers import array, is_weight, register
 
 
@@ -89,7 +89,7 @@ class LowRank(Pass):
         else:
             shares = np.cumsum(np.square(s)) / max(np.square(s).sum(), np.finfo(np.float64).tiny)
             rank = min(int(np.searchsorted(shares, self.energy - 1e-12)) + 1, len(s))
-        products = list(products_of(w))
+        products = list(readings_of(w))
         readers = [node for node, _, _ in products]
         if (
             rank * sum(matrix.shape) >= matrix.size

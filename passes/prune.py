@@ -26,7 +26,7 @@ from graphopt.graph.state import MASK
 from graphopt.graph.values import constant_of, is_static, name_of, next_of, wide_type
 from graphopt.intervals import within
 from passes.optimizers.slots import initial_array
-from passes.quantization.quantize_weights import products_of
+from passes.quantization.quantize_weights import readings_of
 
 _N_OF_M = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,3})")
 _Masks = Mapping[str, np.ndarray]
@@ -325,7 +325,7 @@ def _summed_axes(part: ir.Model) -> dict[str, int | None]:
     """Return the axis of each weight that products or convolutions sum over, of filters the channels; None for two."""
     found: dict[str, set[int]] = defaultdict(set)
     for w in with_role(part, *STATE):
-        found[_owner(w)].update(axis for _, kind, axis in products_of(w, _AS_IT_IS) if kind is not None)
+        found[_owner(w)].update(axis for _, kind, axis in readings_of(w, _AS_IT_IS) if kind is not None)
     return {name: min(axes) if len(axes) == 1 else None for name, axes in found.items() if axes}
 
 

@@ -33,11 +33,12 @@ from host_graphs import GRAPHS, batches
 import graphopt
 import passes
 from graphopt import models
+from graphopt.derivatives import normal_form
 from graphopt.graph.state import take_initial
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.targets.portable import nodes_on_shapes
-from graphopt.testing.gradients import distance, gradient_model, normalized, random_seeds
+from graphopt.testing.gradients import distance, gradient_model, random_seeds
 
 SECONDS = 120  # that a case may take
 NOT_HERE = "not on the CPU of this runtime"
@@ -73,7 +74,7 @@ class Result:
 
 
 def forward(case: Case, dims: str) -> Graph:
-    return normalized(model_of(case, np.float32, dims)), [point(case, np.float32)]
+    return normal_form(model_of(case, np.float32, dims)), [point(case, np.float32)]
 
 
 def backward(case: Case, dims: str) -> Graph:
@@ -135,7 +136,7 @@ def along(operator: str, size: int) -> Graph:
     x = numbers(size, 2, size) + np.float32(1)
     given = {"s": np.ones(size), "b": np.zeros(size), "last": np.array(1)}
     proto = model(text, **{name: one for name, one in given.items() if f" {name}" in LONG[operator]})
-    y = on_cpu(normalized(ir.from_proto(proto)), [{"x": x}])[0]
+    y = on_cpu(normal_form(ir.from_proto(proto)), [{"x": x}])[0]
     return gradient_model(ir.from_proto(proto)), [{"x": x, **random_seeds(y)}]
 
 
@@ -269,7 +270,7 @@ def step_of_convolution(op: str, x: tuple[int, ...], w: tuple[int, ...], **attri
     text = f"c = {op}<{shown}>(x, w, b) t = Tanh(c) y = Flatten(t)"
     dims = ",".join(map(str, ("N", *x[1:])))
     proto = model(f"g (float[{dims}] x) => (float[N,M] y) {{ {text} }}", w=weights(*w), b=weights(bias))
-    (y,) = Session(Device("cpu", threads=1), normalized(proto)).compute_arrays({"x": numbers(0, *x)}).values()
+    (y,) = Session(Device("cpu", threads=1), normal_form(proto)).compute_arrays({"x": numbers(0, *x)}).values()
     return trained(proto, x, real(*y.shape), loss=passes.MeanSquaredError())
 
 

@@ -25,6 +25,7 @@ import onnx
 import onnx.backend.test.case.node
 import onnx_ir as ir
 
+from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, NoGradient
 from graphopt.graph.loading import Source
 from graphopt.graph.operators import DRAWING
@@ -41,7 +42,6 @@ from graphopt.testing.gradients import (
     in_precision,
     in_types,
     is_floating_array,
-    normalized,
     prove,
     random_seeds,
 )
@@ -189,7 +189,7 @@ def check_runtime(case: Case, gradients: NamedArrays) -> None:
         GraphoptError: the gradients differ, or the runtime does not support an operator or the opset.
     """
     source, point = case.at_a_point()
-    model = in_precision(normalized(source), ir.DataType.FLOAT)
+    model = in_precision(normal_form(source), ir.DataType.FLOAT)
     point = in_types(model, point)
     seeds = random_seeds(evaluate(model, point))
     found = execute(gradient_model(model), point | seeds)
@@ -208,7 +208,7 @@ def check_sources(source: Source, point: NamedArrays, gradient: GradientSource, 
     Raises:
         GraphoptError: the gradients differ, or a pass or the runtime refuses the model.
     """
-    model = in_precision(normalized(source), ir.DataType.FLOAT)
+    model = in_precision(normal_form(source), ir.DataType.FLOAT)
     point = in_types(model, point)
     seeds = random_seeds(evaluate(model, point))
     problems: dict[str, list[str]] = {}

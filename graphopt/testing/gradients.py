@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.arguments import checked
+from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
@@ -122,7 +123,7 @@ def prove(
         GraphoptError: gradients are wrong, all of which the message names, or an operator has no rule.
     """
     dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
-    model = in_precision(normalized(source), dtype)
+    model = in_precision(normal_form(source), dtype)
     point = in_types(model, inputs)
     try:
         forward, outputs, by = evaluator_of(model, point)
@@ -267,7 +268,7 @@ def gradient_model(
     """
     import passes
 
-    model = normalized(source)
+    model = normal_form(source)
     wrt = [x for x in model.graph.inputs if is_floating(x) and (by is None or x.name in by)]
     seeds = {}
     for y in filter(is_floating, model.graph.outputs):
@@ -281,15 +282,6 @@ def gradient_model(
             output.type, output.shape = x.type, x.shape
             model.graph.outputs.append(output)
     model.graph.sort()
-    return model
-
-
-def normalized(source: Source) -> ir.Model:
-    """Return a normalized copy of a model, as rules expect it."""
-    model = load(source)
-    import passes
-
-    passes.Normalize().apply(model)
     return model
 
 

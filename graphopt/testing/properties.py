@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import metadata
 from graphopt.graph.loading import Source, load
@@ -33,7 +34,6 @@ from graphopt.testing.gradients import (
     evaluator_of,
     gradient_model,
     in_types,
-    normalized,
     prove,
     random_seeds,
 )
@@ -251,7 +251,7 @@ def agrees_alone(model: Source, inputs: Mapping[str, np.ndarray]) -> None:
         inputs: arrays by the names of its inputs.
     """
     point = in_types(load(model), inputs)
-    seeds = random_seeds(evaluator_of(normalized(model), point)[1])
+    seeds = random_seeds(evaluator_of(normal_form(model), point)[1])
     whole = computed(gradient_model(model), point | seeds)
     for name in whole:
         alone = gradient_model(model, by=[name.removesuffix(gradient_of(""))])

@@ -83,7 +83,7 @@ class Product:
 
     @property
     def has_norm(self) -> bool:
-        """Return whether the norm is cheaper than the gradient."""
+        """Return whether the norms of examples are cheaper than their gradients."""
         places, rows, columns = dims_of(self.a)[-2], dims_of(self.a)[-1], dims_of(self.b)[-1]
         known = [size for size in (places, rows, columns) if isinstance(size, int)]
         return len(known) < 3 or 2 * known[0] ** 2 < known[1] * known[2] or (places == 1 and rank(self.a) == 3)
@@ -538,8 +538,9 @@ class Examples:
     def combined(self, weights: ir.Value) -> _Values:
         """Emit the sum over examples of their gradients, times `weights` [n], without that of a penalty.
 
-        Gradients that norms have needed whole are added as they are; those of others come from weighted seeds. What is
-        not finite in them counts as 0 if its weight is 0; an input of a product that is not does not.
+        Gradients that norms have needed whole are added as they are; those of others come from weighted seeds. An
+        example of weight 0 counts as 0, also if its gradient is not finite. But where an input of a product is not
+        finite, the sum is not, either: 0 times it is NaN.
         """
         op, total = self.op, _Values()
         for w, g in self._whole.items():

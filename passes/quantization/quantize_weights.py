@@ -150,12 +150,12 @@ def product_weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:
     """Yield the matrices that only products read, and the axis that these sum over."""
     for w in list(model.graph.initializers.values()):
         if is_weight(w) and is_static(w) and len(w.shape or ()) == 2 and not w.is_graph_output():
-            found = list(products_of(w))
+            found = list(readings_of(w))
             if found and all(kind is not None and not kind.left for _, kind, _ in found):
                 yield w, min(axis for _, _, axis in found)
 
 
-def products_of(
+def readings_of(
     x: ir.Value, through: Collection[str] = ("Identity",), axes: Sequence[int] = ()
 ) -> Iterator[tuple[ir.Node, WeightKind | None, int]]:
     """Yield each reader of a weight, its kind, and the axis of the weight that it sums over.
@@ -172,7 +172,7 @@ def products_of(
         y, is_turned = node.outputs[0], node.op_type == "Transpose"
         if node.domain == "" and index == 0 and (is_turned or node.op_type in through) and not y.is_graph_output():
             perm = node.attributes.get_ints("perm", range(len(axes))[::-1]) if is_turned else range(len(axes))
-            yield from products_of(y, through, [axes[i] for i in perm])
+            yield from readings_of(y, through, [axes[i] for i in perm])
             continue
         kind = weight_kinds_of(node).get(index)
         summed = {CONVOLUTION: 1, TRANSPOSED_CONVOLUTION: 0}
