@@ -130,7 +130,12 @@ class LastLayerLaplace(OfClasses):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        y, x, *_ = self._layer(model)
+        y, x, weight, features = self._layer(model)
+        found = [np.shape(factor) for factor in self.factors or ()]
+        middle, outputs = found[2][0] if len(found) == 4 and found[2] else features, weight.shape[1]
+        due = [(features, middle), (middle,), (middle, outputs), (outputs,)][2 * (self.structure == "diag") :]
+        if found != due:
+            raise self.wrong(f"factors: expected arrays of shapes {due}, found {found}")
         output, classifies = self.own_output(model), self.task == "classification"
         self.check_free(model, output, "variance", *(["probability"] if classifies else []))
         with Emitter(model) as op:
