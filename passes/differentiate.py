@@ -18,7 +18,7 @@ from graphopt.graph.metadata import BATCH_WEIGHT, ROLE, STOP_GRADIENT, Derived, 
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.traversal import ancestors
+from graphopt.graph.traversal import all_nodes, ancestors
 from graphopt.graph.values import (
     dims_of,
     dtype_of,
@@ -71,7 +71,7 @@ class Derivative(Pass):
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         y, wrt = self.chosen(model)
-        if DERIVATIVE.is_set(y) and sum(1 for _ in model.graph) >= _MANY:
+        if DERIVATIVE.is_set(y) and sum(1 for _ in all_nodes(model.graph)) >= _MANY:
             loops = sorted({node.op_type for node in model.graph if node.op_type in ("If", "Loop", "Scan")})
             if loops:
                 warnings.warn(
