@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _PLAIN = (bool, int, float, str, type(None))
+_UNRESOLVED = (AttributeError, NameError, TypeError)
 _UNIONS = (typing.Union, types.UnionType)
 _WORDS: dict[object, str] = {
     bool: "True or False",
@@ -37,15 +39,22 @@ _ALIKE: dict[object, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,),
 def hints(target: Any, *, include_extras: bool = False) -> dict[str, object]:
     """Return the types of the fields of a dataclass, or of the arguments of a class or a function.
 
-    Return none if they do not resolve.
+    Leave out those of a dataclass that do not resolve; of others, return none then.
     """
     if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
         target = options
     is_plain_class = inspect.isclass(target) and not dataclasses.is_dataclass(target)
     try:
         return typing.get_type_hints(target.__init__ if is_plain_class else target, None, None, include_extras)
-    except (NameError, TypeError):  # types that are imported for annotations only, or a user's
-        return {}
+    except _UNRESOLVED:  # types that are imported for annotations only, or a user's
+        found: dict[str, object] = {}
+    for base in reversed(target.__mro__) if inspect.isclass(target) and not is_plain_class else ():
+        for name, hint in inspect.get_annotations(base).items():
+            found.pop(name, None)
+            field, names = type(name, (), {"__annotations__": {name: hint}}), vars(sys.modules[base.__module__])
+            with contextlib.suppress(*_UNRESOLVED):
+                found |= typing.get_type_hints(field, names, None, include_extras)
+    return found
 
 
 def alternatives(hint: object) -> list[object]:

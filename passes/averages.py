@@ -205,13 +205,17 @@ class SWAG(SWA):
         """Return trained models, as `Executor.trained` does, whose weights are drawn; the executor stays as it is.
 
         Raises:
-            GraphoptError: the executor has no such state.
+            GraphoptError: the executor has no such state, or has not averaged the parameters of two updates.
         """
         known, random = executor.state, np.random.default_rng(seed)
-        read = state.averages_read(executor.model).items()
-        averages = {name: known[name] for name, owner in read if f"{owner}.{_VARIANCE}" in known}
+        read = state.averages_read(executor.model)
+        averages = {name: known[name] for name, owner in read.items() if f"{owner}.{_VARIANCE}" in known}
         if not averages:
             raise GraphoptError("SWAG.drawn: expected an executor with average=passes.SWAG(), found another")
+        if not any(known[f"{read[name]}.{_VARIANCE}"].any() for name in averages):
+            raise GraphoptError(
+                "SWAG.drawn: expected two averaged updates or more, found variances of 0: train past start"
+            )
         models = []
         try:
             for _ in range(samples):

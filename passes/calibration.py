@@ -494,7 +494,8 @@ class VarianceScaling(Learning):
 
     Args:
         scale: the variance of each column, or the factor; None learns it.
-        variance: the name of an output that the model itself has; by default, the variance that another pass has added.
+        variance: the name of an output that the model itself has, with a number for each one that it predicts or for
+            each row; by default, the variance that another pass has added.
 
     >>> rows = {"x": numpy.zeros((4, 2), numpy.float32), "target": numpy.float32([[1], [2], [-1], [-2]])}
     >>> calibrated = graphopt.calibrate(models.linear((2,), 1), rows, passes.VarianceScaling())
@@ -512,6 +513,10 @@ class VarianceScaling(Learning):
         squares = np.square(predicted - self.matching(targets, predicted))
         if variance is None:
             return replace(self, scale=tuple(squares.reshape(len(squares), -1).mean(0).tolist()))
+        if of_rows.size not in (len(squares), squares.size):
+            expected = " or ".join(map(str, dict.fromkeys([len(squares), squares.size])))
+            raise self.wrong(f"expected {expected} numbers of {variance.name!r}, found {of_rows.size}")
+        squares, of_rows = (x.reshape(len(squares), -1) for x in (squares, of_rows))
         if not (of_rows > 0).all():
             raise self.wrong(f"expected {variance.name!r} above 0, found {of_rows.min():g}")
         return replace(self, scale=(float((squares / of_rows).mean()),))

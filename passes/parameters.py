@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from graphopt.adapters.targets import readers_of
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
 from graphopt.graph.metadata import ADAPTER, FROZEN, RANGE, UNTRAINED
@@ -134,11 +135,12 @@ class Parameters(Pass):
         unfreeze: train these regardless of the rules.
         untie: do not tie these, and copy them for each use.
         retie: tie these to the weights with equal numbers, transposed or not.
-        operators: train only what one of these operators reads, such as BatchNormalization; shell-style patterns.
+        operators: train only what one of these operators reads, such as BatchNormalization, also turned, cast
+            or rounded; shell-style patterns.
 
     Raises:
-        GraphoptError: no initializer trains, a pattern matches no floating-point initializer, or a quantized weight
-            would train together with its scale.
+        GraphoptError: no initializer trains, a pattern matches no floating-point initializer or no operator that reads
+            one, or a quantized weight would train together with its scale.
 
     >>> steps = {"parameters": passes.Parameters(freeze="layers.0.*"), "loss": passes.MeanSquaredError()}
     >>> step = graphopt.compile(models.mlp((4,), 1, hidden=[8]), **steps)
@@ -163,6 +165,9 @@ class Parameters(Pass):
         quantized = QuantizedWeights(model)
         for field in ("pattern", "freeze", "unfreeze", "untie", "retie"):
             _check(f"Parameters: {field}", getattr(self, field), _floating(model))
+        reading = dict.fromkeys(op_type for value in _floating(model) for op_type in _operators_of(value))
+        if self.operators and not any(matches(op_type, self.operators) for op_type in reading):
+            raise no_match(f"Parameters: operators={self.operators!r}", "operator that reads a weight", reading, "has")
         if self.untie:
             Untie(self.untie).rewrite(model)
         _part_constant_uses(model)
@@ -201,11 +206,12 @@ class Parameters(Pass):
     def _decide(self, value: ir.Value, is_reached: bool, is_adapted: bool) -> tuple[Origin, bool]:
         """Return the kind of an initializer with the reason why it trains or not, and whether it does."""
         origin = origin_in_file(value)
-        if self.operators and not any(matches(node.op_type, self.operators) for node, _ in value.uses()):
-            return replace(origin, why="not of the named operators", evidence=Evidence.USER, certain=True), False
         named = replace(origin, kind=Kind.PARAMETER, why="named by the user", evidence=Evidence.USER, certain=True)
         if selects(self.freeze, value):
             return replace(named, why="frozen by the user", named=True), False
+        is_read = not self.operators or any(matches(op_type, self.operators) for op_type in _operators_of(value))
+        if not is_read and not selects(self.unfreeze, value):
+            return replace(origin, why="not of the named operators", evidence=Evidence.USER, certain=True), False
         if selects(self.unfreeze, value) or selects(self.pattern, value):
             return named, not self.pattern or selects(self.pattern, value)
         if self.pattern:
@@ -277,6 +283,10 @@ def _check_adapters(pattern: Pattern, adapters: Sequence[ir.Value]) -> None:
             f"Parameters: pattern={pattern!r}: expected names of an adapter's weights, which else do not train, found "
             f"none, the adapters have: {some([name_of(x) for x in adapters])}: set unfreeze to train more than them"
         )
+
+
+def _operators_of(value: ir.Value) -> list[str]:
+    return [node.op_type for node, _ in readers_of(value)]
 
 
 def _floating(model: ir.Model) -> list[ir.Value]:

@@ -53,7 +53,7 @@ class LastLayerLaplace(OfClasses):
             None learns them.
 
     Raises:
-        GraphoptError: the output does not come out of a Gemm with a constant weight, or the layer is too large.
+        GraphoptError: the output does not come out of one Gemm with a constant weight, or the layer is too large.
 
     >>> digits = graphopt.data.digits()
     >>> unsure = graphopt.calibrate(models.mlp((1, 8, 8), 10, hidden=[16]), digits, passes.LastLayerLaplace())
@@ -154,6 +154,8 @@ class LastLayerLaplace(OfClasses):
         node, bias = y.producer(), None
         if node is not None and node.op_type == "Add":
             bias = next((b for x in node.inputs if (b := constant_of(x)) is not None), None)
+            if bias is None:
+                raise self.wrong(f"expected {name_of(y)!r} to come out of one layer, found a sum of two values")
             node = next((x.producer() for x in node.inputs if x is not None and constant_of(x) is None), None)
         weight = None if node is None or len(node.inputs) < 2 else constant_of(node.inputs[1])
         kind = None if node is None else node.op_type
@@ -211,9 +213,9 @@ class _Samples(OfClasses):
         with Emitter(model) as op:
             count, sums = self.sums(op, model, y, scores)
             means = [total / count for total in sums]
-            found = [y + means[0], means[1] - means[0] * means[0]]
+            found = [y + means[0], op.Max(means[1] - means[0] * means[0], 0.0)]  # rounding makes it less
             if scores is not None:
-                found += [means[2], op.Max(_entropy(op, means[2]) - means[3], 0.0)]  # rounding makes it less
+                found += [means[2], op.Max(_entropy(op, means[2]) - means[3], 0.0)]
             self.add(op, model, y, **dict(zip(kinds, found, strict=True)))
 
     def sums(self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None) -> tuple[float, list[ir.Value]]:

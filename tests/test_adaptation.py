@@ -15,6 +15,7 @@ import passes
 from graphopt.cli import command as cli
 from graphopt.data import Dataset, replay
 from graphopt.errors import GraphoptError
+from graphopt.graph.rewriting import Pass
 
 RNG = np.random.default_rng(0)
 NETWORK = """g (float[N,6] x) => (float[N,3] y) {
@@ -62,10 +63,24 @@ def test_entropies_and_predictions_are_those_of_tent(form: str) -> None:
 
 
 def test_what_no_named_operator_reads_does_not_train() -> None:
-    with pytest.raises(GraphoptError, match=r"nothing to train: .*\(not of the named operators\)"):
-        graphopt.compile(
-            model(NETWORK, **WEIGHTS), parameters=passes.Parameters(operators="Conv"), loss=passes.Entropy()
-        )
+    assert trained_of(NETWORK, operators="MatMul") == ["u", "w"]
+    assert trained_of(NETWORK, operators="MatMul", unfreeze="b*", freeze="u") == ["bias", "w"]
+    assert trained_of(NETWORK, operators="Batch*", pattern=["bias", "u"]) == ["bias"]
+    with pytest.raises(GraphoptError, match=r"operators='Conv' matches no operator that reads a weight; the model has"):
+        trained_of(NETWORK, operators="Conv")
+
+
+def test_a_weight_that_is_turned_or_rounded_before_a_product_is_of_the_product() -> None:
+    turned = NETWORK.replace("y = MatMul(h, w)", "t = Transpose(v) y = MatMul(h, t)")
+    for quantize in (None, passes.FakeQuantize(activations=None)):
+        assert trained_of(turned, quantize, operators="MatMul") == ["u", "v"]
+
+
+def trained_of(network: str, quantize: Pass | None = None, **options: str | list[str]) -> list[str]:
+    turned = {"v": WEIGHTS["w"].T} if "(v)" in network else {"w": WEIGHTS["w"]}
+    steps = {"quantize": quantize, "parameters": passes.Parameters(**options), "loss": passes.Entropy()}
+    step = graphopt.compile(model(network, **{**WEIGHTS, **turned}), **steps)
+    return sorted(y.name.removesuffix(".grad") for y in step.graph.outputs if y.name.endswith(".grad"))
 
 
 def test_the_recipe_adapts_a_file_and_leaves_targets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ def test_drawn_models_have_the_mean_and_the_covariance() -> None:
     )
     with pytest.raises(graphopt.GraphoptError, match=r"SWAG.drawn: expected an executor with average=passes.SWAG"):
         passes.SWAG.drawn(trained(average=passes.SWA()))
+    with pytest.raises(graphopt.GraphoptError, match=r"SWAG.drawn: expected two averaged updates or more"):
+        passes.SWAG.drawn(trained(average=passes.SWAG(start=10)))
 
 
 def trained(**options: Any) -> graphopt.Executor:

@@ -259,6 +259,21 @@ def test_variances_are_mean_squared_errors_and_are_scaled_by_ratios() -> None:
     np.testing.assert_allclose(found["v"], ratio * np.exp(x), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("columns", "ending"), [("1", "Squeeze(e, one)"), ("2", "Slice(e, zero, one, one)")])
+def test_one_variance_a_row_is_scaled_by_ratios_of_its_row(columns: str, ending: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, int(columns))).astype(np.float32)
+    target = rng.standard_normal(x.shape)
+    text = f"g (float[N,{columns}] x) => (float[N,{columns}] y, float{'[N,1]' if columns == '2' else '[N]'} v)"
+    constants = {name: np.array([i]) for i, name in enumerate(("zero", "one")) if f" {name}" in ending}
+    own = model(f"{text} {{ y = Identity(x) e = Exp(x) v = {ending} }}", **constants)
+    scaling = passes.VarianceScaling(output="y", variance="v")
+    found = graphopt.run(graphopt.calibrate(own, {"x": x, "target": target}, scaling), {"x": x})["v"]
+    variance = np.exp(x[:, :1])
+    expected = np.mean(np.square(x - target) / variance) * variance
+    np.testing.assert_allclose(found.ravel(), expected.ravel(), rtol=1e-5)
+
+
 def some(count: int, data: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     return {name: x[:count] for name, x in (data or rows()).items()}
 

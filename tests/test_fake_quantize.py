@@ -774,6 +774,20 @@ def test_a_tied_or_embedded_weight_stays_in_float():
     assert (kinds["w"], kinds["v"]) == (np.float32, np.int8)
 
 
+def test_a_table_of_columns_stays_in_float():
+    proto = model(
+        """g (int64[6] x) => (float[6,3] y) { e = Gather<axis = 1>(w, x) t = Transpose<perm = [1, 0]>(e)
+            y = MatMul(t, v) }""",
+        w=normal(6, 6),
+        v=normal(6, 3),
+    )
+    arrays = {"x": np.array([3, 1, 1, 0, 5, 2]), "target": np.arange(6) % 3}
+    quantize = passes.FakeQuantize(activations=None)
+    step = graphopt.compile(proto, quantize=quantize, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.0))
+    found = graphopt.run(graphopt.Executor(step, threads=1).trained(), {"x": arrays["x"]})["y"]
+    np.testing.assert_allclose(found, graphopt.run(proto, {"x": arrays["x"]})["y"], atol=0.1)
+
+
 def test_kernels_compute_rounding_with_what_is_around_it():
     executor, _ = trained("cnn", count=0)
     kernels = plan(executor.model)

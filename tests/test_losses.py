@@ -138,6 +138,17 @@ def test_loss_and_gradient_are_pytorchs(loss, prediction, target, twin):
     np.testing.assert_allclose(-outputs["w.next"], [x.grad.sum().item()], rtol=1e-8, atol=1e-12)
 
 
+def test_entropy_leaves_out_classes_of_no_probability_and_needs_two():
+    logits = np.where(BINARY > 0, P, -np.inf)
+    logits[:, 0] = P[:, 0]
+    outputs = run(of(passes.Entropy(), P.shape), 1, {"x": logits})[0]
+    expected = torch.distributions.Categorical(logits=torch.tensor(logits)).entropy().mean()
+    np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-9)
+    np.testing.assert_allclose(outputs["w.next"], [0], atol=1e-12)
+    with pytest.raises(graphopt.GraphoptError, match="Entropy: expected two classes or more along axis 1 of 'y', fo"):
+        of(passes.Entropy(), (6, 1))
+
+
 @pytest.mark.parametrize(
     ("loss", "target"),
     [(passes.MeanSquaredError, T), (passes.CrossEntropy, LABELS), (passes.BinaryCrossEntropy, BINARY)],

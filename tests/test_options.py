@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import messages
 import numpy as np
@@ -61,6 +61,20 @@ def test_a_pass_of_ones_own_declares_intervals() -> None:
     ]:
         with pytest.raises(graphopt.GraphoptError, match=message):
             Own(**options)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnLoss(passes.MeanSquaredError):
+    schedule: Unresolved | None = None  # type: ignore[name-defined]  # noqa: F821
+    kind: Literal["a", "b"] = "a"
+
+
+def test_a_field_whose_type_does_not_resolve_leaves_the_others_checked() -> None:
+    OwnLoss(reduction="sum", kind="b")
+    with pytest.raises(graphopt.GraphoptError, match="expected 'mean', 'sum' or 'none', found 'average'"):
+        OwnLoss(reduction="average")
+    with pytest.raises(graphopt.GraphoptError, match="expected 'a' or 'b', found 'c'"):
+        OwnLoss(kind="c")
 
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)

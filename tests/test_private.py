@@ -83,6 +83,17 @@ class LastAxis(nn.Module):
         return self.head(self.attention(h, h, h)[0].mean(0))
 
 
+class Tempered(nn.Module):
+    """Logits behind a temperature of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(6, 4), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) / self.temperature
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dense": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), (6,)),
     "convolutions": (Convolutions, (2, 9, 9)),
@@ -91,6 +102,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (Attention, (3, 8)),
     "tied": (Tied, (7,)),
     "last-axis": (LastAxis, (5, 8)),
+    "one number": (Tempered, (6,)),
 }
 
 

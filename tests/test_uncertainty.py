@@ -170,6 +170,14 @@ def test_means_and_variances_of_dropout_are_those_of_all_masks() -> None:
     np.testing.assert_allclose(found["y.mutual_information"], information, rtol=0.1, atol=5e-3)
 
 
+def test_no_variance_is_below_0() -> None:
+    """Rounding of the mean square made half of those near 0 negative."""
+    text = "g (float[N,8] x) => (float[N,8] y) { d = Dropout(x, ratio) y = Mul(d, d) }"
+    unsure = graphopt.explain(model(text, ratio=np.array(0.001)), passes.MonteCarloDropout(7, task="regression"))
+    x = np.random.default_rng(0).standard_normal((500, 8)).astype(np.float32)
+    assert (graphopt.run(unsure, {"x": x})["y.variance"] >= 0).all()
+
+
 def test_masks_of_dropout_are_the_same_bits_in_each_call_and_runtime() -> None:
     file, *_ = dropped()
     unsure = graphopt.explain(file, passes.MonteCarloDropout(20))
@@ -206,6 +214,7 @@ def test_an_ensemble_is_the_mean_of_its_members() -> None:
     np.testing.assert_allclose(found["y.mutual_information"], entropy[0] - entropy[1].mean(0), atol=1e-5)
 
 
+TWO_PRODUCTS = "g (float[N,4] x) => (float[N,3] y) { a = MatMul(x, w) h = Tanh(x) b = MatMul(h, v) y = Add(a, b) }"
 RELU = "g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }"
 
 
@@ -216,6 +225,11 @@ RELU = "g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }"
             lambda: model(RELU),
             passes.LastLayerLaplace(),
             "expected 'y' to come out of a Gemm or MatMul with a constan",
+        ),
+        (
+            lambda: model(TWO_PRODUCTS, w=np.ones((4, 3)), v=np.ones((4, 3))),
+            passes.LastLayerLaplace(),
+            "expected 'y' to come out of one layer, found a sum of two values",
         ),
         (
             lambda: models.mlp((4,), 3),

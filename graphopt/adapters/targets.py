@@ -301,9 +301,9 @@ class AdapterTarget:
 
 
 def readers_of(weight: Value) -> Iterator[tuple[ir.Node, int]]:
-    """Yield the nodes and the numbers of the inputs that read a weight, also after others that turn or cast it."""
+    """Yield the nodes and the numbers of inputs that read a weight, also after those that turn, cast or round it."""
     for node, index in weight.uses():
-        if index == 0 and node.op_type in _PASSING:
+        if index == 0 and (node.op_type in _PASSING or _rounds(node)):
             yield from readers_of(node.outputs[0])
         else:
             yield node, index

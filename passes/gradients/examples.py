@@ -180,7 +180,7 @@ class Site:
 
 
 def _sum_square(op: Emitter, x: ir.Value) -> ir.Value:
-    return op.ReduceSumSquare(x, [*range(1, rank(x))], keepdims=0)
+    return op.ReduceSumSquare(x, [*range(1, rank(x))], keepdims=0) if rank(x) > 1 else x * x
 
 
 def _swapped(op: Emitter, x: ir.Value) -> ir.Value:

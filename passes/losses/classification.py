@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ON_DEMAND
 from graphopt.graph.rewriting import Read
-from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, rank, wide_type
+from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, name_of, rank, wide_type
 from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.differentiate import stop_gradient
@@ -310,8 +310,11 @@ class Entropy(Loss):
     training mode, one step a batch; the step returns the predictions (arXiv:2006.10726).
 
     Args:
-        axis: the axis of the classes.
-        from_logits: as in `CrossEntropy`.
+        axis: the axis of the classes, two or more.
+        from_logits: as in `CrossEntropy`. A logit of -inf leaves its class out.
+
+    Raises:
+        GraphoptError: there is one class.
 
     >>> step = graphopt.compile(models.linear((1,), 4), loss=passes.Entropy())
     >>> round(float(graphopt.run(step, {"x": numpy.zeros((2, 1), numpy.float32)})["loss"]), 4)  # the logarithm of 4
@@ -325,8 +328,14 @@ class Entropy(Loss):
         return []
 
     def compare(self, op: Emitter, prediction: ir.Value, *_: ir.Value) -> ir.Value:
+        if dims_of(prediction)[self.axis] == 1:
+            raise GraphoptError(
+                f"Entropy: expected two classes or more along axis {self.axis} of {name_of(prediction)!r}, found 1, "
+                "whose entropy is always 0"
+            )
         log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
-        return -op.ReduceSum(op.Exp(log_p) * log_p, [self.axis], keepdims=0)
+        p = op.Exp(log_p)
+        return -op.ReduceSum(p * op.Where(op.Greater(p, 0.0), log_p, 0.0), [self.axis], keepdims=0)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def products(graph: ir.Graph) -> Iterator[Product]:
                 continue
             if node.op_type in ("Gather", "MatMul") and len(read.shape) != 2:
                 continue  # the runtime has no kernel for a scale for each output of several matrices
+            if node.op_type == "Gather" and node.attributes.get_int("axis", 0) % 2:
+                continue  # it reads columns: no table
             if len(weight.uses()) == 1 and not weight.is_graph_output():
                 yield Product(node, weight, read, _channel(node, read.shape))
 
