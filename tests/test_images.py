@@ -93,8 +93,14 @@ def test_files_that_are_not_images_are_skipped_with_one_warning(folder: Path) ->
     assert len(told) == 1
     assert found.arrays["target"].tolist() == [0, 0, 0, 1, 1, 1]
     assert (np.asarray(found.arrays["x"])[0] == pixels(folder / "cat" / "1.png")).all()
+    for name in ("web page.jpg", "empty.png", "vectors.jpg"):
+        with pytest.raises(GraphoptError, match=r"\.(jpg|png): expected an image, as its name says, found another file"):
+            data.images(str(folder), target=None)  # the rows of predictions would shift
+        (folder / "cat" / name).unlink()
     with pytest.warns(UserWarning, match="skipped"):
         assert data.images(str(folder), target=None).arrays["x"].shape[0] == 6
+    with pytest.raises(GraphoptError, match=r"notes\.txt: expected images, found another file$"):
+        data.images(str(folder / "cat" / "notes.txt"), target=None)
     (folder / "bird").mkdir()
     (folder / "bird" / "Thumbs.db").write_text("no image")
     with pytest.raises(GraphoptError, match=r"expected images in each folder, found only .*bird/Thumbs\.db"):
