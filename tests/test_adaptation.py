@@ -111,8 +111,9 @@ def test_replay_draws_earlier_rows_without_repetition(tmp_path: Path, monkeypatc
         ),
         (
             lambda: replay("new.npz", "earlier.bin"),
-            "expected a file .npz, .csv or .parquet, or a folder of .npy, found",
+            "expected a file .csv, .tsv, .txt, .npy, .npz, .parquet, .pq, .arrow, .feather, .ipc, or a folder of .npy",
         ),
+        (lambda: replay("new.npz", "earlier.npz", seed=-1), "seed: expected a whole number of 0 or more, found -1"),
         (
             lambda: replay("new.npz", "earlier.npz", share=-1.0),
             "share: expected a number of 0 or more, found -1",
@@ -130,3 +131,5 @@ def test_replay_joins_tables_and_numbers_classes_alike(tmp_path: Path) -> None:
     both = replay(*tables, share=1.0)
     assert both.table["size"].tolist() == ["1", "2", "3", "4"]
     assert both.arrays["target"].tolist() == [0, 1, 1, 1]
+    (same := tmp_path / "rows.txt").write_text("size,target\n1,0\n2,1\n")
+    assert replay(same, same, share=1.0).arrays["target"].tolist() == [0, 1, 0, 1]
