@@ -107,6 +107,20 @@ def test_files_that_are_not_images_are_skipped_with_one_warning(folder: Path) ->
         data.images(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("pixel_range", "mend"),
+    [("Normalized_0_1", "resize the pictures, data.size=[8,8]"), (None, "reshape each row, which has as many numbers")],
+)
+def test_only_pictures_are_to_be_resized(pixel_range: str | None, mend: str) -> None:
+    """Signals have no option `data.size`."""
+    step = graphopt.compile(models.linear((1, 8, 8), 2), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    arrays = {"x": np.zeros((3, 1, 64, 1), np.float32), "target": np.zeros(3, np.int64)}
+    rows = data.Dataset(arrays, "x", 2, pixel_range=pixel_range)
+    with pytest.raises(GraphoptError) as error:
+        graphopt.fit(graphopt.Executor(step), rows, epochs=1)
+    assert str(error.value).endswith(mend)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_rows_of_keras_models_have_their_channels_last(folder: Path, channels: Any) -> None:
     first, last = (

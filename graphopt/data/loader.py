@@ -90,8 +90,12 @@ class Batches:
         return {column.name: column.take(rows) for column in self._columns}
 
 
-def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -> str:
-    """Return how to give rows another shape, if that keeps neighbouring numbers together; else nothing."""
+def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str, *, are_pictures: bool = False) -> str:
+    """Return how to give rows another shape, if that keeps neighbouring numbers together; else nothing.
+
+    Args:
+        are_pictures: whether `graphopt.data.images` reads the rows, which has an option for their size.
+    """
     moves = set()
     for axis in range(len(found) if len(found) == len(expected) else 0):
         rest = [i for i in range(len(found)) if i != axis]
@@ -105,7 +109,7 @@ def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -
         order = ", ".join(str(i + 1) for i in next(iter(moves)))
         return f": move the axes of each row, {name}.transpose(0, {order})"
     sizes = [x for x in expected if isinstance(x, int)]
-    for axis in (0, 2) if len(sizes) == len(found) == 3 else ():
+    for axis in (0, 2) if are_pictures and len(sizes) == len(found) == 3 else ():
         if sizes[axis] == found[axis] and found[axis] in (1, 3):
             return f": resize the pictures, data.size=[{sizes[1 - axis // 2]},{sizes[2 - axis // 2]}]"
     long = [[x for x in shape if x != 1] for shape in (sizes, found)]
@@ -167,6 +171,7 @@ class _Column:
         self._allow_nan = allow_nan
         self._table = data if data.names and array is data.arrays.get(str(data.features)) else None
         self._labels, self._is_text = labels_of(value), data.tokens is not None
+        self._is_picture = data.pixel_range is not None
         self._is_target = role_of(value) is Role.TARGET
         self._check_type(dtype_of(value))
         self._shape = self._row_shape(value.shape)
@@ -257,7 +262,7 @@ class _Column:
                 ": cross_entropy predicts one class of each row; for columns of 0 and 1, choose "
                 "loss=binary_cross_entropy, for quantities loss=mean_squared_error"
             )
-        mend = other_shape(list(shape)[1:], found, self.name) or mend
+        mend = other_shape(list(shape)[1:], found, self.name, are_pictures=self._is_picture) or mend
         if self._is_text and len(static) == len(found) == 1:
             mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"
             if self._is_target:
