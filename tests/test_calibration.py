@@ -23,6 +23,8 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.cli import command as cli
+from graphopt.cli.composition.record import RunRecord
+from graphopt.cli.rows import _is_same
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 
@@ -620,6 +622,28 @@ def test_the_same_rows_under_another_path_are_those_of_the_run(
         assert cli.main(["calibrate", "run", f"data.path={name}.npz"]) == 0
         assert f"{about}. " in Path("run/calibration.html").read_text(), name
     capsys.readouterr()
+
+
+def test_the_first_difference_ends_the_comparison_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that a record names may be `/`."""
+    for name in ("run", "copy", "other"):
+        (tmp_path / name / "cat").mkdir(parents=True)
+        (tmp_path / name / "cat" / "1.png").write_text(name[:2])
+    (tmp_path / "run" / "again").symlink_to(tmp_path / "run")
+    (tmp_path / "copy" / "cat" / "1.png").write_text("ru")
+    record = functools.partial(RunRecord, tmp_path, {}, started_in=str(tmp_path))
+
+    def is_same(then: str, now: str) -> bool:
+        return _is_same(record(resolved={"data": {"path": then}}), {"path": str(tmp_path / now)})
+
+    assert is_same("run", "run") and is_same("copy/../run", "run") and is_same("run/cat", "copy/cat")
+    assert not is_same("run", "copy") and not is_same("other", "copy") and not is_same("none", "copy")
+    (tmp_path / "copy" / "again").symlink_to(tmp_path / "copy")
+    assert not is_same("run", "copy")  # a circle is not known to be the same
+    walked = []
+    monkeypatch.setattr("os.listdir", lambda place: walked.append(place) or [str(place)])
+    assert not is_same("/", "copy")
+    assert len(walked) == 2
 
 
 def measures(page: str) -> dict[str, list[float]]:
