@@ -94,7 +94,9 @@ def test_files_that_are_not_images_are_skipped_with_one_warning(folder: Path) ->
     assert found.arrays["target"].tolist() == [0, 0, 0, 1, 1, 1]
     assert (np.asarray(found.arrays["x"])[0] == pixels(folder / "cat" / "1.png")).all()
     for name in ("web page.jpg", "empty.png", "vectors.jpg"):
-        with pytest.raises(GraphoptError, match=r"\.(jpg|png): expected an image, as its name says, found another file"):
+        with pytest.raises(
+            GraphoptError, match=r"\.(jpg|png): expected an image, as its name says, found another file"
+        ):
             data.images(str(folder), target=None)  # the rows of predictions would shift
         (folder / "cat" / name).unlink()
     with pytest.warns(UserWarning, match="skipped"):

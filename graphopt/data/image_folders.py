@@ -49,9 +49,10 @@ def images(
 
     Each folder in it is a class; the classes are numbered in the order of their names, and images may lie deeper. Names
     that start with a dot are skipped, and so are files that are not images, such as Thumbs.db, with a warning. Without
-    classes, a file that is not an image but has the name of one is an error, as predictions name no files. Pillow reads and resizes the images, in the formats BMP, GIF (the first image),
-    JPEG, PNG, PPM, TIFF and WebP. As in torchvision's ImageFolder, an alpha channel is dropped, and the orientation in
-    EXIF data does not turn an image. Of 16 bits, the upper 8 count.
+    classes, a file that is not an image but has the name of one is an error: predictions name no files, and their rows
+    would shift. Pillow reads and resizes the images, in the formats BMP, GIF (the first image), JPEG, PNG, PPM, TIFF
+    and WebP. As in torchvision's ImageFolder, an alpha channel is dropped, and the orientation in EXIF data does not
+    turn an image. Of 16 bits, the upper 8 count.
 
     Args:
         path: a folder with a folder of images for each class; without classes, a folder of images, or one image.

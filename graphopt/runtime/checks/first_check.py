@@ -273,7 +273,9 @@ class _Step:
     def _read_gradients(self) -> None:
         self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
         if self._update is not None:
-            self._some = {name: np.array(some_of(g)) for name, g in self.gradients.items()}  # of small ones, it is a view
+            self._some = {
+                name: np.array(some_of(g)) for name, g in self.gradients.items()
+            }  # of small ones, it is a view
 
     @functools.cached_property
     def may_overwrite(self) -> bool:
