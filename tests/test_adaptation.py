@@ -89,6 +89,14 @@ def test_the_recipe_adapts_a_file_and_leaves_targets_out(tmp_path: Path, monkeyp
         np.testing.assert_allclose(ours, expected.graph.initializers[name].const_value.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_targets_that_no_loss_reads_are_told_of() -> None:
+    options = {**TENT, "loss": passes.Entropy(), "optimizer": passes.Adam(0.01)}
+    executor = graphopt.Executor(graphopt.compile(model(NETWORK, **WEIGHTS), **options))
+    rows = {"x": BATCHES[0], "target": np.zeros(len(BATCHES[0]), np.int64)}
+    with pytest.warns(UserWarning, match="data: no input of the graph reads 'target', which has no effect"):
+        graphopt.fit(executor, rows, epochs=1, verbose=False)
+
+
 def test_replay_draws_earlier_rows_without_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     new, earlier = ({"x": np.arange(100.0)[:, None] + k, "target": np.full(100, k > 0, np.int64)} for k in (0, 1000))

@@ -135,7 +135,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
-    unread = [TARGET] if not any(role_of(x) is Role.TARGET for x in inputs.values()) else []
+    has_target = TARGET in inputs or any(role_of(x) is Role.TARGET for x in inputs.values())
+    unread = [TARGET] if TARGET in arrays and not has_target else []
     arrays = {name: x for name, x in arrays.items() if name in inputs or name not in (*data.spare, *unread)}
     for names, warning in data.marks:
         if not any(name in arrays for name in names):
@@ -148,6 +149,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
             names = ", ".join(f"{name!r}: ..." for name in features)
             extra = f"{extra}: as X, write {{{names}}}"
         raise GraphoptError(f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays")
+    if unread:
+        warnings.warn(f"{data.source}: no input of the graph reads {TARGET!r}, which has no effect", stacklevel=2)
     return [(value, arrays[name]) for name, value in inputs.items()]
 
 
