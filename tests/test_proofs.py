@@ -16,10 +16,12 @@ import onnxruntime
 import planted_faults
 import pytest
 import safetensors.numpy
+from builders import model
 from host_graphs import GRAPHS
 from test_hosts_javascript import CHROMIUM, TESTS, javascript
 
 import graphopt
+import passes
 from graphopt.hosts.proof import sums
 
 pytestmark = pytest.mark.usefixtures("plain")
@@ -119,15 +121,49 @@ def test_c_notices_a_wrong_kernel(name: str, built: Path, folders: Any, tmp_path
     assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven before")]
 
 
-def test_another_folder_or_runtime_is_not_remembered(built: Path, folders: Any, tmp_path: Path) -> None:
-    """Whatever decides what is computed is in the key: a graph with another number is tried again."""
-    folder, _ = folders["mlp"]
+def test_another_folder_is_not_remembered(built: Path, folders: Any, tmp_path: Path) -> None:
+    """All files that decide what is computed are in the key: those with another number are compared again."""
+    folder, _ = folders["adapter"]
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     assert opened(built, tmp_path, folder, copy) == [(0, "proven"), (0, "proven before")]  # the same files
+    for name in ("state.safetensors", "weights.bin"):
+        content = (copy / name).read_bytes()
+        (copy / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the lowest bit of an exponent, or a sign
+        ((code, line),) = opened(built, tmp_path, copy)
+        assert line != "proven before"
+        (copy / name).write_bytes(content)
     shutil.copy(copy / "faulty-0.onnx", copy / "train.onnx")
     ((code, line),) = opened(built, tmp_path, copy)
     assert code == 4 and "of the proof, found" in line
+
+
+def test_a_folder_that_others_may_write_to_remembers_nothing(built: Path, folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["mlp"]
+    cache = tmp_path / "graphopt"
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven")] and not list(cache.iterdir())
+    cache.chmod(0o700)
+    assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven before")]
+
+
+@pytest.mark.parametrize(("name", "more"), [("weight", 0), ("poids à côté", 0), ("weight", np.inf)])
+def test_c_compares_states_of_each_type_and_name(name: str, more: float, built: Path, tmp_path: Path) -> None:
+    text = "g (float[N,4] x) => (float[N,2] y) { h = Cast<to=10>(x)\n a = MatMul(h, w)\n y = Cast<to=1>(a) }"
+    network = model(text, dtype=np.float16, w=np.random.default_rng(0).standard_normal((4, 2)))
+    network.graph.initializer[0].name = network.graph.node[1].input[1] = name
+    step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    graphopt.export_hosts(step, tmp_path)
+    assert opened(built, tmp_path, tmp_path) == [(0, "proven")]
+    proof = dict(safetensors.numpy.load_file(tmp_path / "proof.safetensors"))
+    proof["graph.train"][0] += [more, 9, 9, 9]
+    safetensors.numpy.save_file(proof, tmp_path / "proof.safetensors")
+    ((code, line),) = opened(built, tmp_path, tmp_path)
+    if more:
+        assert (code, line) == (0, "not proven: train.onnx: states that are not compared: 1")
+    else:
+        assert code == 4 and f"output {name}.next: expected the sum" in line
 
 
 def test_folders_of_before_are_not_proven_and_work(built: Path, folders: Any, tmp_path: Path) -> None:
@@ -191,6 +227,30 @@ def test_a_damaged_proof_is_no_proof(kind: str, built: Path, folders: Any, tmp_p
         ((right,),) = javascript("proof.js", "node", "0", copy).values()
         told = right.get("error") or right["proofs"]["train"]
         assert re.match(r"not proven: |GraphoptError: ort: train.onnx: output", told), told
+
+
+def test_a_damaged_debug_file_names_no_node(built: Path, folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["mlp"]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "proof.safetensors").write_bytes(_damaged((copy / "proof.safetensors").read_bytes(), "NaN"))
+    debug = (copy / "debug.safetensors").read_bytes()
+    for size in (0, 2**61, 2**64 - 8):
+        (copy / "debug.safetensors").write_bytes(size.to_bytes(8, "little") + debug[8:])
+        ((code, line),) = opened(built, tmp_path, copy)
+        assert code == 4 and "first in node" not in line
+
+
+def test_there_is_no_proof_where_float32_computes_nan(tmp_path: Path) -> None:
+    """The exponentials of large numbers overflow in float32, and not in float64."""
+    network = model(
+        "g (float[N,4] x) => (float[N,3] y) { z = MatMul(x, w)\n e = Exp(z)\n s = ReduceSum(e, a)\n y = Div(e, s) }",
+        w=(np.random.default_rng(0).standard_normal((4, 3)) * 400).astype(np.float32),
+        a=np.array([1]),
+    )
+    step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    graphopt.export_hosts(step, tmp_path)
+    assert not (tmp_path / "proof.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", GRAPHS)
