@@ -80,6 +80,17 @@ def test_a_browser_notices_a_wrong_kernel_and_takes_another_provider(provider: s
         assert again["proofs"]["train"] == "proven before"
 
 
+@node
+def test_a_browser_remembers_by_all_that_decides_what_is_computed(folders: Any) -> None:
+    folder, _ = folders["adapter"]
+    found = javascript("remembered.js", folder)
+    keys = found["keys"]
+    assert keys["plain"] == keys.pop("again") and "device" not in keys and "webnn" not in keys
+    assert len(set(keys.values())) == len(keys) == 7
+    assert found["proofs"] == {"train": "proven", "adapter": "not proven: the proof has none of this graph"}
+    assert set(found["reads"].values()) == {1} and "proof.safetensors" in found["reads"]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the program that opens folders, and the shim."""
@@ -163,7 +174,12 @@ def test_c_compares_states_of_each_type_and_name(name: str, more: float, built: 
     if more:
         assert (code, line) == (0, "not proven: train.onnx: states that are not compared: 1")
     else:
-        assert code == 4 and f"output {name}.next: expected the sum" in line
+        assert code == 4 and f"output {name}.next: expected the sum" in line and "first in node" not in line
+        debug = dict(safetensors.numpy.load_file(tmp_path / "debug.safetensors"))
+        lines = debug["debug.names"].tobytes().decode().splitlines()
+        debug["debug.numbers"][lines.index("MatMul a")] += [0, 9, 9, 9]  # of float16
+        safetensors.numpy.save_file(debug, tmp_path / "debug.safetensors")
+        assert "first in node MatMul a: " in opened(built, tmp_path, tmp_path)[0][1]
 
 
 def test_folders_of_before_are_not_proven_and_work(built: Path, folders: Any, tmp_path: Path) -> None:
