@@ -173,6 +173,9 @@ def test_c_compares_states_of_each_type_and_name(name: str, more: float, built: 
     ((code, line),) = opened(built, tmp_path, tmp_path)
     if more:
         assert (code, line) == (0, "not proven: train.onnx: states that are not compared: 1")
+        if (TESTS / "node_modules" / "onnxruntime-node").exists():
+            ((right,),) = javascript("proof.js", "node", "0", tmp_path).values()
+            assert right["proofs"]["train"] == "not proven: states that are not compared: 1"
     else:
         assert code == 4 and f"output {name}.next: expected the sum" in line and "first in node" not in line
         debug = dict(safetensors.numpy.load_file(tmp_path / "debug.safetensors"))
@@ -182,7 +185,7 @@ def test_c_compares_states_of_each_type_and_name(name: str, more: float, built: 
         assert "first in node MatMul a: " in opened(built, tmp_path, tmp_path)[0][1]
 
 
-def test_folders_of_before_are_not_proven_and_work(built: Path, folders: Any, tmp_path: Path) -> None:
+def test_older_folders_are_not_proven_and_work(built: Path, folders: Any, tmp_path: Path) -> None:
     folder, _ = folders["mlp"]
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -267,6 +270,13 @@ def test_there_is_no_proof_where_float32_computes_nan(tmp_path: Path) -> None:
     step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     graphopt.export_hosts(step, tmp_path)
     assert not (tmp_path / "proof.safetensors").exists()
+
+
+def test_a_proof_needs_no_debug_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("graphopt.hosts.proof._debug")
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path)
+    assert (tmp_path / "proof.safetensors").exists() and not (tmp_path / "debug.safetensors").exists()
+    assert "debug" not in json.loads((tmp_path / "host.json").read_text())["files"]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
