@@ -142,6 +142,11 @@ def typed_copy(model: ir.Model) -> ir.Model:
     return model
 
 
+def are_probabilities(y: np.ndarray) -> bool:
+    """Return whether numbers [N, classes] lie between 0 and 1, and those of each row sum to 1."""
+    return bool(((y >= 0) & (y <= 1)).all() and np.abs(y.sum(1) - 1).max() <= _FROM_ONE)
+
+
 @dataclass(frozen=True)
 class OfClasses(Learning):
     """Read the scores of classes.
@@ -163,14 +168,12 @@ class OfClasses(Learning):
         if self.from_logits is not None or scores.logits is not scores.output or scores.noted is not None:
             return self
         y, _ = self.on_rows(model, read, scores.output)
-        is_rate = bool(((y >= 0) & (y <= 1)).all())
-        if is_rate and scores.is_binary:
+        if scores.is_binary and ((y >= 0) & (y <= 1)).all():
             raise self.wrong(
                 f"expected from_logits=true or false, since {scores.output.name!r} is between 0 and 1 in all rows, as "
                 "probabilities and some logits are, found null: set it"
             )
-        is_rate = is_rate and bool(np.abs(y.sum(1) - 1).max() <= _FROM_ONE)
-        return replace(self, from_logits=not is_rate)
+        return replace(self, from_logits=scores.is_binary or not are_probabilities(y))
 
     def scores(self, model: ir.Model) -> Scores:
         """Return the output whose classes have probabilities."""

@@ -268,6 +268,8 @@ def _proof(draw: Draw, files: dict[str, bytes]) -> bool:
     for file, found in arrays.items():
         files[file] = safetensors.numpy.save(found)
         if draw.random() < 0.2:
+            files[file] = struct.pack("<Q", draw.choice(SIZES) % 2**64) + files[file][8:]
+        if draw.random() < 0.2:
             files[file] = files[file][: draw.randrange(len(files[file]))]
     return False
 

@@ -18,7 +18,7 @@ from host_graphs import GRAPHS
 import graphopt
 
 FACTOR = 1.01  # of a wrong kernel
-NETWORKS = ("mlp", "cnn", "lstm", "transformer")
+NETWORKS = ("mlp", "cnn", "lstm", "transformer", "adapter")
 PER_NETWORK = 5
 # Operators whose results are numbers that train: not sizes, masks, or what a graph compares.
 _COMPUTES = {

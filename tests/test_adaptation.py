@@ -104,6 +104,14 @@ def test_the_recipe_adapts_a_file_and_leaves_targets_out(tmp_path: Path, monkeyp
         np.testing.assert_allclose(ours, expected.graph.initializers[name].const_value.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_targets_that_no_loss_reads_are_told_of() -> None:
+    options = {**TENT, "loss": passes.Entropy(), "optimizer": passes.Adam(0.01)}
+    executor = graphopt.Executor(graphopt.compile(model(NETWORK, **WEIGHTS), **options))
+    rows = {"x": BATCHES[0], "target": np.zeros(len(BATCHES[0]), np.int64)}
+    with pytest.warns(UserWarning, match="data: no input of the graph reads 'target', which has no effect"):
+        graphopt.fit(executor, rows, epochs=1, verbose=False)
+
+
 def test_replay_draws_earlier_rows_without_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     new, earlier = ({"x": np.arange(100.0)[:, None] + k, "target": np.full(100, k > 0, np.int64)} for k in (0, 1000))
@@ -126,8 +134,9 @@ def test_replay_draws_earlier_rows_without_repetition(tmp_path: Path, monkeypatc
         ),
         (
             lambda: replay("new.npz", "earlier.bin"),
-            "expected a file .npz, .csv or .parquet, or a folder of .npy, found",
+            "expected a file .csv, .tsv, .txt, .npy, .npz, .parquet, .pq, .arrow, .feather, .ipc, or a folder of .npy",
         ),
+        (lambda: replay("new.npz", "earlier.npz", seed=-1), "seed: expected a whole number of 0 or more, found -1"),
         (
             lambda: replay("new.npz", "earlier.npz", share=-1.0),
             "share: expected a number of 0 or more, found -1",
@@ -145,3 +154,5 @@ def test_replay_joins_tables_and_numbers_classes_alike(tmp_path: Path) -> None:
     both = replay(*tables, share=1.0)
     assert both.table["size"].tolist() == ["1", "2", "3", "4"]
     assert both.arrays["target"].tolist() == [0, 1, 1, 1]
+    (same := tmp_path / "rows.txt").write_text("size,target\n1,0\n2,1\n")
+    assert replay(same, same, share=1.0).arrays["target"].tolist() == [0, 1, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.cli import command as cli
+from graphopt.cli.composition.record import RunRecord
+from graphopt.cli.rows import _is_same
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 
@@ -684,6 +687,64 @@ def test_the_same_rows_under_another_path_are_those_of_the_run(
         assert cli.main(["calibrate", "run", f"data.path={name}.npz"]) == 0
         assert f"{about}. " in Path("run/calibration.html").read_text(), name
     capsys.readouterr()
+
+
+def test_the_first_difference_ends_the_comparison_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that a record names may be `/`."""
+    for name in ("run", "copy", "other"):
+        (tmp_path / name / "cat").mkdir(parents=True)
+        (tmp_path / name / "cat" / "1.png").write_text(name[:2])
+    (tmp_path / "run" / "again").symlink_to(tmp_path / "run")
+    (tmp_path / "copy" / "cat" / "1.png").write_text("ru")
+    record = functools.partial(RunRecord, tmp_path, {}, started_in=str(tmp_path))
+
+    def is_same(then: str, now: str) -> bool:
+        return _is_same(record(resolved={"data": {"path": then}}), {"path": str(tmp_path / now)})
+
+    assert is_same("run", "run") and is_same("copy/../run", "run") and is_same("run/cat", "copy/cat")
+    assert not is_same("run", "copy") and not is_same("other", "copy") and not is_same("none", "copy")
+    (tmp_path / "copy" / "again").symlink_to(tmp_path / "copy")
+    assert not is_same("run", "copy")  # a circle is not known to be the same
+    walked = []
+    monkeypatch.setattr("os.listdir", lambda place: walked.append(place) or [str(place)])
+    assert not is_same("/", "copy")
+    assert len(walked) == 2
+
+
+def measures(page: str) -> dict[str, list[float]]:
+    """Return the numbers of the table of calibration.html, by measure."""
+    lines = re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", Path(page).read_text())
+    return {name: [float(x) for x in re.findall(r"<td[^>]*>([^<]+)</td>", cells)] for name, cells in lines}
+
+
+def test_quantiles_of_a_file_are_measured_by_their_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two columns were reshaped to the one of the target, a traceback."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    graphopt.save(model("g (float[N,2] x) => (float[N,2] y) { y = Identity(x) }"), "q.onnx")
+    x = np.sort(rng.standard_normal((100, 2)), axis=1).astype(np.float32)
+    np.savez("d.npz", x=x, target=rng.standard_normal((100, 1)).astype(np.float32))
+    words = ["calibrate", "q.onnx", "data=npz", "data.path=d.npz", "calibrate=none", "folder=run"]
+    assert cli.main([*words, "conformal=prediction_interval", "conformal.score=cqr"]) == 0
+    found = measures("run/calibration.html")
+    assert {*found} == {"coverage", "mean_width"}
+    assert 0.8 < found["coverage"][0] <= 1
+
+
+@pytest.mark.parametrize("chosen", ["calibrate=none conformal=prediction_set", "calibrate=temperature"])
+def test_probabilities_of_a_file_are_measured_before(
+    chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run has noted of its output what it is."""
+    monkeypatch.chdir(tmp_path)
+    text = "g (float[N,5] x) => (float[N,5] probabilities) { probabilities = Softmax<axis=1>(x) }"
+    graphopt.save(model(text), "c.onnx")
+    np.savez("c.npz", **rows())
+    assert cli.main(["calibrate", "c.onnx", "data=npz", "data.path=c.npz", "folder=run", *chosen.split()]) == 0
+    found, p = measures("run/calibration.html"), softmax(rows()["x"].astype(float), axis=1)
+    assert found["log_loss"][0] == pytest.approx(log_loss(rows()["target"], p), rel=1e-3)
+    assert found["accuracy"] == pytest.approx([(p.argmax(1) == rows()["target"]).mean()] * 2, rel=1e-3)
+    assert "set" in chosen or found["log_loss"][1] < found["log_loss"][0]
 
 
 @pytest.mark.parametrize("score", ["lac", "aps"])

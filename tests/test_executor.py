@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +390,20 @@ def test_frozen_weights_are_in_the_vector_where_asked_for():
     executor.set_contiguous(vector, frozen=True)
     assert executor.evaluate(x=X, target=T)["loss"] == loss
     executor.step(x=X, target=T)
+
+
+def test_no_step_runs_until_sessions_have_the_new_frozen_weights(monkeypatch):
+    executor = graphopt.Executor(compiled(parameters=passes.Parameters(freeze="fc0.*")))
+    open_sessions, is_free = executor._steps.open, []
+
+    def opened():
+        with ThreadPoolExecutor(1) as other:
+            is_free.append(other.submit(executor._parts.lock.acquire, False).result())
+        open_sessions()
+
+    monkeypatch.setattr(executor._steps, "open", opened)
+    executor.set_contiguous(executor.contiguous(frozen=True), frozen=True)
+    assert is_free == [False]
 
 
 def test_the_learning_rate_is_read_and_set(executor):

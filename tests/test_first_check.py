@@ -890,6 +890,23 @@ def test_rows_whose_gradient_is_zero_show_nothing():
     assert {x.name for x in graphopt.check(step, batch).differences} == {"w0"}
 
 
+def test_updates_are_checked_with_the_gradients_themselves(monkeypatch):
+    """A direction is written over the gradients, of which some numbers are those of the update's check."""
+    monkeypatch.setattr(first_check, "MANY", 0)
+    made, read = first_check._Step._updates, []
+
+    def updates_of(step):
+        outputs = step.run(step.state)
+        read.extend((step._some[name].ravel(), outputs[y].ravel()) for name, y in step.forward.gradients.items())
+        return made(step)
+
+    monkeypatch.setattr(first_check._Step, "_updates", updates_of)
+    table_of(layers(), batch_for("layers"))
+    assert read
+    for some, gradient in read:
+        np.testing.assert_array_equal(some, gradient)
+
+
 def test_the_only_row_of_a_file_may_lose_its_axis():
     proto = model(
         "g (float[N,4] x) => (float[A,B] y) { h = MatMul(x, w) u = Unsqueeze(h, one) y = Squeeze(u) }",

@@ -93,12 +93,34 @@ def test_files_that_are_not_images_are_skipped_with_one_warning(folder: Path) ->
     assert len(told) == 1
     assert found.arrays["target"].tolist() == [0, 0, 0, 1, 1, 1]
     assert (np.asarray(found.arrays["x"])[0] == pixels(folder / "cat" / "1.png")).all()
+    for name in ("web page.jpg", "empty.png", "vectors.jpg"):
+        with pytest.raises(
+            GraphoptError, match=r"\.(jpg|png): expected an image, as its name says, found another file"
+        ):
+            data.images(str(folder), target=None)  # the rows of predictions would shift
+        (folder / "cat" / name).unlink()
     with pytest.warns(UserWarning, match="skipped"):
         assert data.images(str(folder), target=None).arrays["x"].shape[0] == 6
+    with pytest.raises(GraphoptError, match=r"notes\.txt: expected images, found another file$"):
+        data.images(str(folder / "cat" / "notes.txt"), target=None)
     (folder / "bird").mkdir()
     (folder / "bird" / "Thumbs.db").write_text("no image")
     with pytest.raises(GraphoptError, match=r"expected images in each folder, found only .*bird/Thumbs\.db"):
         data.images(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("pixel_range", "mend"),
+    [("Normalized_0_1", "resize the pictures, data.size=[8,8]"), (None, "reshape each row, which has as many numbers")],
+)
+def test_only_pictures_are_to_be_resized(pixel_range: str | None, mend: str) -> None:
+    """Signals have no option `data.size`."""
+    step = graphopt.compile(models.linear((1, 8, 8), 2), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    arrays = {"x": np.zeros((3, 1, 64, 1), np.float32), "target": np.zeros(3, np.int64)}
+    rows = data.Dataset(arrays, "x", 2, pixel_range=pixel_range)
+    with pytest.raises(GraphoptError) as error:
+        graphopt.fit(graphopt.Executor(step), rows, epochs=1)
+    assert str(error.value).endswith(mend)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

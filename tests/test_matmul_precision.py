@@ -210,7 +210,7 @@ def test_unknown_precision_of_the_environment(monkeypatch) -> None:
 
 
 def test_unknown_precision() -> None:
-    with pytest.raises(graphopt.GraphoptError, match=r"matmul_precision: expected .*found .low"):
+    with pytest.raises(graphopt.GraphoptError, match=r"matmul_precision=.low.*: expected .*found .low"):
         graphopt.Device("cpu", matmul_precision="low")
 
 

@@ -201,6 +201,13 @@ def matthews(target: np.ndarray, predicted: np.ndarray) -> float:
     return sk.matthews_corrcoef(target, predicted)
 
 
+def test_numbers_of_other_types_and_shapes() -> None:
+    target = np.array([0, 1])
+    assert measured(PROBABILITIES, "log_loss", np.eye(6, dtype=np.int64)[target], target) < 1e-6
+    with pytest.raises(graphopt.GraphoptError, match=r"prediction of shape \[2, 1\], as the target, found \[2, 2\]"):
+        Metrics(NUMBERS, ["mae"]).add(np.zeros((2, 2)), np.zeros((2, 1)))
+
+
 def test_a_function_of_one_s_own() -> None:
     logits, target = classified(0)
     expected = sk.matthews_corrcoef(target, logits.argmax(1))

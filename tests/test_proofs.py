@@ -16,10 +16,12 @@ import onnxruntime
 import planted_faults
 import pytest
 import safetensors.numpy
+from builders import model
 from host_graphs import GRAPHS
 from test_hosts_javascript import CHROMIUM, TESTS, javascript
 
 import graphopt
+import passes
 from graphopt.hosts.proof import sums
 
 pytestmark = pytest.mark.usefixtures("plain")
@@ -78,6 +80,17 @@ def test_a_browser_notices_a_wrong_kernel_and_takes_another_provider(provider: s
         assert again["proofs"]["train"] == "proven before"
 
 
+@node
+def test_a_browser_remembers_by_all_that_decides_what_is_computed(folders: Any) -> None:
+    folder, _ = folders["adapter"]
+    found = javascript("remembered.js", folder)
+    keys = found["keys"]
+    assert keys["plain"] == keys.pop("again") and "device" not in keys and "webnn" not in keys
+    assert len(set(keys.values())) == len(keys) == 7
+    assert found["proofs"] == {"train": "proven", "adapter": "not proven: the proof has none of this graph"}
+    assert set(found["reads"].values()) == {1} and "proof.safetensors" in found["reads"]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the program that opens folders, and the shim."""
@@ -119,18 +132,60 @@ def test_c_notices_a_wrong_kernel(name: str, built: Path, folders: Any, tmp_path
     assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven before")]
 
 
-def test_another_folder_or_runtime_is_not_remembered(built: Path, folders: Any, tmp_path: Path) -> None:
-    """Whatever decides what is computed is in the key: a graph with another number is tried again."""
-    folder, _ = folders["mlp"]
+def test_another_folder_is_not_remembered(built: Path, folders: Any, tmp_path: Path) -> None:
+    """All files that decide what is computed are in the key: those with another number are compared again."""
+    folder, _ = folders["adapter"]
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     assert opened(built, tmp_path, folder, copy) == [(0, "proven"), (0, "proven before")]  # the same files
+    for name in ("state.safetensors", "weights.bin"):
+        content = (copy / name).read_bytes()
+        (copy / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the lowest bit of an exponent, or a sign
+        ((code, line),) = opened(built, tmp_path, copy)
+        assert line != "proven before"
+        (copy / name).write_bytes(content)
     shutil.copy(copy / "faulty-0.onnx", copy / "train.onnx")
     ((code, line),) = opened(built, tmp_path, copy)
     assert code == 4 and "of the proof, found" in line
 
 
-def test_folders_of_before_are_not_proven_and_work(built: Path, folders: Any, tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write_to_remembers_nothing(built: Path, folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["mlp"]
+    cache = tmp_path / "graphopt"
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven")] and not list(cache.iterdir())
+    cache.chmod(0o700)
+    assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven before")]
+
+
+@pytest.mark.parametrize(("name", "more"), [("weight", 0), ("poids à côté", 0), ("weight", np.inf)])
+def test_c_compares_states_of_each_type_and_name(name: str, more: float, built: Path, tmp_path: Path) -> None:
+    text = "g (float[N,4] x) => (float[N,2] y) { h = Cast<to=10>(x)\n a = MatMul(h, w)\n y = Cast<to=1>(a) }"
+    network = model(text, dtype=np.float16, w=np.random.default_rng(0).standard_normal((4, 2)))
+    network.graph.initializer[0].name = network.graph.node[1].input[1] = name
+    step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    graphopt.export_hosts(step, tmp_path)
+    assert opened(built, tmp_path, tmp_path) == [(0, "proven")]
+    proof = dict(safetensors.numpy.load_file(tmp_path / "proof.safetensors"))
+    proof["graph.train"][0] += [more, 9, 9, 9]
+    safetensors.numpy.save_file(proof, tmp_path / "proof.safetensors")
+    ((code, line),) = opened(built, tmp_path, tmp_path)
+    if more:
+        assert (code, line) == (0, "not proven: train.onnx: states that are not compared: 1")
+        if (TESTS / "node_modules" / "onnxruntime-node").exists():
+            ((right,),) = javascript("proof.js", "node", "0", tmp_path).values()
+            assert right["proofs"]["train"] == "not proven: states that are not compared: 1"
+    else:
+        assert code == 4 and f"output {name}.next: expected the sum" in line and "first in node" not in line
+        debug = dict(safetensors.numpy.load_file(tmp_path / "debug.safetensors"))
+        lines = debug["debug.names"].tobytes().decode().splitlines()
+        debug["debug.numbers"][lines.index("MatMul a")] += [0, 9, 9, 9]  # of float16
+        safetensors.numpy.save_file(debug, tmp_path / "debug.safetensors")
+        assert "first in node MatMul a: " in opened(built, tmp_path, tmp_path)[0][1]
+
+
+def test_older_folders_are_not_proven_and_work(built: Path, folders: Any, tmp_path: Path) -> None:
     folder, _ = folders["mlp"]
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -191,6 +246,37 @@ def test_a_damaged_proof_is_no_proof(kind: str, built: Path, folders: Any, tmp_p
         ((right,),) = javascript("proof.js", "node", "0", copy).values()
         told = right.get("error") or right["proofs"]["train"]
         assert re.match(r"not proven: |GraphoptError: ort: train.onnx: output", told), told
+
+
+def test_a_damaged_debug_file_names_no_node(built: Path, folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["mlp"]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "proof.safetensors").write_bytes(_damaged((copy / "proof.safetensors").read_bytes(), "NaN"))
+    debug = (copy / "debug.safetensors").read_bytes()
+    for size in (0, 2**61, 2**64 - 8):
+        (copy / "debug.safetensors").write_bytes(size.to_bytes(8, "little") + debug[8:])
+        ((code, line),) = opened(built, tmp_path, copy)
+        assert code == 4 and "first in node" not in line
+
+
+def test_there_is_no_proof_where_float32_computes_nan(tmp_path: Path) -> None:
+    """The exponentials of large numbers overflow in float32, and not in float64."""
+    network = model(
+        "g (float[N,4] x) => (float[N,3] y) { z = MatMul(x, w)\n e = Exp(z)\n s = ReduceSum(e, a)\n y = Div(e, s) }",
+        w=(np.random.default_rng(0).standard_normal((4, 3)) * 400).astype(np.float32),
+        a=np.array([1]),
+    )
+    step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    graphopt.export_hosts(step, tmp_path)
+    assert not (tmp_path / "proof.safetensors").exists()
+
+
+def test_a_proof_needs_no_debug_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("graphopt.hosts.proof._debug")
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path)
+    assert (tmp_path / "proof.safetensors").exists() and not (tmp_path / "debug.safetensors").exists()
+    assert "debug" not in json.loads((tmp_path / "host.json").read_text())["files"]
 
 
 @pytest.mark.parametrize("name", GRAPHS)

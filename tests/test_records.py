@@ -97,6 +97,21 @@ def test_predict_reads_all_rows_or_those_that_are_asked_for() -> None:
     np.testing.assert_array_equal(held_out, everything[chosen])
 
 
+def test_predict_of_a_file_reads_it_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with earlier rows has no field `target`, and its earlier rows would be predicted, too."""
+    run("data=replay", "data.replay=new.npz")
+    np.savetxt(name := "new ${X}.csv", X[:5], "%.6f", ",", header="a,b,c,d", comments="")
+    assert cli.main(["predict", "run", name]) == 0
+    found = np.load("run/predictions.npz")["y"]
+    assert cli.main(["predict", "run", "new.npz"]) == 0
+    np.testing.assert_allclose(found, np.load("run/predictions.npz")["y"][:5], rtol=1e-3, atol=1e-4)
+    shutil.copy("my.onnx", "other.onnx")
+    for model in ("other.onnx", "none.onnx"):
+        capsys.readouterr()
+        assert cli.main(["predict", "run", model]) == 1
+        assert "data" not in capsys.readouterr().err
+
+
 def test_a_run_that_held_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
     run("fit.validation=null")
     assert cli.main(["evaluate", "folder=run"]) == 0

@@ -113,7 +113,7 @@ def test_jobs_on_a_cluster_equal_jobs_one_by_one(
 def test_a_job_that_fails_on_a_cluster_is_an_error_of_one_line(cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["-m", "folder=out", "fit.epochs=1", "models.mlp.outputs=5,10", cluster]) == 1
     *_, last = capfd.readouterr().err.splitlines()
-    assert last.startswith("graphopt: error: data 'target': expected labels from 0 to 4")
+    assert last.startswith("graphopt: error: data=digits: data 'target': expected labels from 0 to 4")
     assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
 
 
@@ -160,7 +160,7 @@ def test_a_job_that_fails_does_not_end_the_others(launcher: str) -> None:
     done = command(*failing)
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
-    assert last.startswith("graphopt: error: data 'target': expected labels from 0 to 4")
+    assert last.startswith("graphopt: error: data=digits: data 'target': expected labels from 0 to 4")
     assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
 
 

@@ -48,14 +48,14 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
     else:
         model = recipe.model(trained.model)
     calibrated = calibrate(model, data, *passes, allow_nan=trained.batches["allow_nan"])
-    spec, derived = _spec(model, step, calibrated)
     outputs = {"before": _outputs(model, trained, data)}
+    spec, derived = _spec(model, step, calibrated, passes, outputs["before"])
     try:
         parts = list(_measured(model, trained, data, passes))
         rows = np.argsort(np.concatenate([rows for rows, _ in parts]))
         outputs["after"] = {name: np.concatenate([y[name] for _, y in parts])[rows] for name in parts[0][1]}
     except GraphoptError as error:
-        say(console, "measured", f"nothing after calibration, a fifth fewer rows are too few: {error}")
+        say(console, "measured", f"nothing after calibration on four fifths of the rows: {error}")
     target = np.asarray(data.arrays[TARGET][row_index(range(len(data)))])
     numbers: dict[str, dict[str, float]] = {}
     charts = []
@@ -63,11 +63,16 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
         beside = {kind: found[name] for kind, name in derived.items() if name in found}
         if spec is None or spec.output not in found:
             continue
-        metrics = Metrics(spec, [*_MEASURES[spec.task], *(_OF_SETS if {"set", "lower"} & {*beside} else ())])
-        metrics.add(found[spec.output], target, **beside)
+        prediction, measures = found[spec.output], [*_MEASURES[spec.task]]
+        if spec.task == "regression" and prediction.size != target.size:  # quantiles: the interval has a target's size
+            if "lower" not in beside:
+                continue
+            prediction, measures = beside["lower"], []
+        metrics = Metrics(spec, [*measures, *(_OF_SETS if {"set", "lower"} & {*beside} else ())])
+        metrics.add(prediction, target, **beside)
         numbers[when] = metrics.result()
         if spec.task != "regression":
-            (bins := CalibrationError()).update(metrics.batch(found[spec.output], target, **beside))
+            (bins := CalibrationError()).update(metrics.batch(prediction, target, **beside))
             charts.append(_diagram(f"Reliability {when}", bins))
     names = list(dict.fromkeys(name for each in numbers.values() for name in each))
     table = [[name, *(f"{x[name]:.4g}" if name in x else "" for x in numbers.values())] for name in names]
@@ -88,15 +93,23 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
     return path
 
 
-def _spec(model: ir.Model, step: ir.Model | None, calibrated: ir.Model) -> tuple[TargetSpec | None, dict[str, str]]:
+def _spec(
+    model: ir.Model, step: ir.Model | None, calibrated: ir.Model, passes: Sequence[Pass], before: _Outputs
+) -> tuple[TargetSpec | None, dict[str, str]]:
     """Return how the target compares with an output, and the outputs that are derived from it, by kind."""
+    from passes.calibration import OfClasses, are_probabilities
+
     noted = [TargetSpec.read(model), *map(TargetSpec.read, with_role(step, Role.TARGET) if step else ())]
     spec = next((each for each in noted if each is not None), None)
     note = next(iter(filter(None, map(Derived.read, calibrated.graph.outputs))), None)
     output = note.of if note is not None else "" if spec is None else spec.output
     derived = {kind: name_of(y) for kind, y in Derived.all(calibrated, output).items()}
-    if spec is None and "probability" in derived:  # a file that no run has trained
-        spec = TargetSpec("probability", "classification", axis=1, from_logits=False)
+    of_classes = next((each for each in passes if isinstance(each, OfClasses)), None)
+    if spec is None and of_classes is not None:  # a file that no run has trained
+        output = name_of(of_classes.own_output(model))
+        if (y := before[output]).ndim == 2 and y.shape[1] > 1:
+            is_logit = not are_probabilities(y) if of_classes.from_logits is None else of_classes.from_logits
+            spec = TargetSpec(output, "classification", axis=1, from_logits=is_logit)
     elif spec is None and derived:
         spec = TargetSpec(output, "regression")
     return spec, derived

@@ -307,7 +307,7 @@ def _explained_text(recipe: Recipe, text: str) -> str:
     if record is not None and record.started_in not in ("", os.getcwd()) and "no such file" in text:
         return f"{text}: the run was started in {record.started_in}: start this there, too, or name the file"
     if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):
-        return f"{path or 'data=' + recipe.choices['data']}: {text}"
+        return f"{path if isinstance(path, str) else 'data=' + recipe.choices['data']}: {text}"
     if not isinstance(path, str):
         return text
     chosen, kind = recipe.choices["data"], reader_of(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,20 @@ def _is_same(record: RunRecord, now: Mapping[str, Any]) -> bool:
         return False
     if then.get("path") == now.get("path"):
         return True
-    places = Path(record.started_in, str(then["path"])), Path(str(now["path"]))
-    files = [{x.relative_to(place): x for x in (place, *place.rglob("*")) if x.is_file()} for place in places]
-    return (
-        bool(files[0])
-        and files[0].keys() == files[1].keys()
-        and all(filecmp.cmp(x, files[1][name], shallow=False) for name, x in files[0].items())
-    )
+    try:
+        return _has_same_files(Path(record.started_in, str(then["path"])), Path(str(now["path"])))
+    except OSError:  # a file is missing, or links make a circle
+        return False
+
+
+def _has_same_files(one: Path, other: Path) -> bool:
+    """Return whether two files, or all files of two folders, are equal. The first difference ends the walk."""
+    if one.samefile(other):
+        return True
+    if one.is_dir() and other.is_dir():
+        names = [sorted(os.listdir(place)) for place in (one, other)]
+        return names[0] == names[1] and all(_has_same_files(one / name, other / name) for name in names[0])
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _trained_and_held_out(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:

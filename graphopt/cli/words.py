@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
-from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields
+from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields, options_of
 from graphopt.cli.composition.recipe import check_format, nearest_file
+from graphopt.cli.composition.record import RunRecord, mapping
 from graphopt.cli.run_folder import CONFIG
+from graphopt.cli.tuning.proposal import quoted
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
 from graphopt.errors import GraphoptError, nearest
@@ -44,7 +44,7 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         if text in ("", "null", "~") or is_quoted:
             return word
-        return PROMPT + QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes()
+        return PROMPT + quoted(text)
     if "=" in word or word.startswith("~"):
         return word
     if word in verbs:
@@ -53,7 +53,7 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         if word.count(".onnx,") and not os.path.exists(word):
             raise GraphoptError(f"{word}: expected one model, found several: -m model={word} runs each")
         model = str(model_in(Path(word))) if os.path.isdir(word) else word
-        return f"model={QuotedString(model, Quote.single).with_quotes()}"
+        return f"model={quoted(model)}"
     check_format(word)
     near = nearest_file(word, ".onnx") if Path(word).suffix else None
     if word in _MEANT or word.removesuffix(".data").endswith(".onnx"):
@@ -69,16 +69,18 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
 def with_folders(words: Sequence[str]) -> list[str]:
     """Return the words with fields for what stands after a verb of runs: `evaluate RUN`, and `predict RUN DATA`.
 
-    The folder of a run is one that is no model. Data to predict need no target.
+    The folder of a run is one that is no model. Data to predict need no target, and no earlier rows beside them.
     """
 
     def is_run(before: str, word: str) -> bool:
         return before in _OF_RUNS and "=" not in word and os.path.isdir(word) and not is_model_folder(Path(word))
 
     if words[:1] == ["predict"] and len(words) > 2 and is_run(*words[:2]) and _is_path(words[2]):
-        path = f"data.path={QuotedString(words[2], Quote.single).with_quotes()}"
-        has_target = reader_of(words[2]) not in ("npy", "npz")
-        words = [*words[:2], path, *["data.target=null"] * has_target, *words[3:]]
+        record = RunRecord.read(Path(words[1]))
+        data, fields = mapping(record and record.resolved.get("data")), [f"data.path={quoted(words[2])}"]
+        if "replay" in data and (kind := reader_of(words[2])):
+            data, fields = options_of("data")[kind], [f"data={kind}", *fields]
+        words = [*words[:2], *fields, *["data.target=null"] * ("target" in data), *words[3:]]
     runs = [word for word in words if "=" not in word and os.path.isdir(word)]
     if "compare" in words and len(runs) > 1:
         above = os.path.relpath(os.path.commonpath(list(map(os.path.abspath, runs))))
@@ -87,13 +89,13 @@ def with_folders(words: Sequence[str]) -> list[str]:
             f"graphopt compare {above}"
         )
     return [
-        f"folder={QuotedString(word, Quote.single).with_quotes()}" if is_run(before, word) else word
+        f"folder={quoted(word)}" if is_run(before, word) else word
         for before, word in zip(["", *words], words, strict=False)
     ]
 
 
 def _is_path(word: str) -> bool:
-    return "=" not in word and (os.path.exists(word) or bool(Path(word).suffix))
+    return "=" not in word and not names_model(word) and (os.path.exists(word) or bool(Path(word).suffix))
 
 
 def names_model(word: str) -> bool:

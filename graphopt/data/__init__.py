@@ -8,6 +8,7 @@ from graphopt.data.audio_folders import audio
 from graphopt.data.columnar import *
 from graphopt.data.columns import Category, Date, Number
 from graphopt.data.dataset import Dataset, LazyArray
+from graphopt.data.earlier_rows import replay
 from graphopt.data.files import *
 from graphopt.data.foreign import table
 from graphopt.data.image_folders import images
@@ -15,7 +16,6 @@ from graphopt.data.language.labelled import labelled_text
 from graphopt.data.language.reader import prompts, text
 from graphopt.data.language.tokenizer import Characters, Tokenizer
 from graphopt.data.loader import Batches, Loader, hold_out, prefetched
-from graphopt.data.rehearsal import replay
 from graphopt.data.samples import diabetes, digits
 from graphopt.data.tables import Columns
 from graphopt.moments import balanced_class_weights, mean_and_scale

@@ -92,6 +92,8 @@ def without_others(
     there = [i for i, size in enumerate(sizes) if size is not None]
     if others := [str(file) for file, size in zip(files, sizes, strict=True) if size is None]:
         if not there or (len(classes) and len(set(classes[there])) < len(set(classes))):
+            if root.is_file():
+                raise GraphoptError(f"{root}: expected {what}, found another file")
             raise GraphoptError(
                 f"{root}: expected {what} in each folder, found only {some(others)}: add {what}, or remove the folder"
             )

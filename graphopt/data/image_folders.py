@@ -48,26 +48,26 @@ def images(
     """Read a folder of images as arrays [N, C, H, W], each image when its batch needs it.
 
     Each folder in it is a class; the classes are numbered in the order of their names, and images may lie deeper. Names
-    that start with a dot are skipped, and so are files that are not images by name and contents, such as
-    Thumbs.db, with a warning. Pillow reads and resizes the images, in the formats BMP, GIF (the first image),
-    JPEG, PNG, PPM, TIFF and WebP. As in torchvision's ImageFolder, an alpha channel is dropped, and the orientation in
-    EXIF data does not turn an image. Of 16 bits, the upper 8 count.
+    that start with a dot are skipped, and so are files that are not images, such as Thumbs.db, with a warning. Without
+    classes, a file that is not an image but has the name of one is an error: predictions name no files, and their rows
+    would shift. Pillow reads and resizes the images, in the formats BMP, GIF (the first image), JPEG, PNG, PPM, TIFF
+    and WebP. As in torchvision's ImageFolder, an alpha channel is dropped, and the orientation in EXIF data does not
+    turn an image. Of 16 bits, the upper 8 count.
 
     Args:
-        path: a folder with a folder of images for each class.
+        path: a folder with a folder of images for each class; without classes, a folder of images, or one image.
         size: the height and the width to resize to, such as [224, 224]; None if all images have the same.
         channels: 3 for colours, 1 for gray.
         scale: return float32 from 0 to 1; otherwise uint8 from 0 to 255.
         layout: NCHW for rows [C, H, W], as PyTorch's models take; NHWC for rows [H, W, C], as Keras's do.
         resample: how Pillow resizes: nearest, box, bilinear, hamming, bicubic or lanczos.
-        target: `folder` for the class of each image; None for no target, for predictions. Images may then also lie
-            in the folder itself.
+        target: `folder` for the class of each image; None for no classes, for predictions.
         labels: the names of the classes in order, if there are others than those of the folders.
         expansion: the maximum ratio of an image's size in memory to its file's size; 32 MiB are always accepted.
 
     Raises:
-        GraphoptError: Pillow is not installed, the folder has no classes or no images, or a file is not an image or
-            expands too far.
+        GraphoptError: Pillow is not installed, the folder has no classes or no images, an image is damaged or expands
+            too far, or, without classes, a file is an image by its name alone.
 
     >>> import pathlib, PIL.Image
     >>> for name in ("cat", "dog"):
@@ -87,7 +87,8 @@ def images(
         )
     root = Path(path)
     files, classes, names = files_and_labels(root, "images", target is not None, labels)
-    files, classes, sizes = without_others(root, "images", files, classes, _image_size)
+    size_of = _image_size if target is not None else _size_by_name
+    files, classes, sizes = without_others(root, "images", files, classes, size_of)
     pixel = DECODED_PIXEL if size is not None else max(DECODED_PIXEL, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
         check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
@@ -153,6 +154,14 @@ def _image_size(file: Path) -> tuple[int, int] | None:
             return image.height, image.width
     except _NoImage:
         return None
+
+
+def _size_by_name(file: Path) -> tuple[int, int] | None:
+    """Return the height and the width of an image, or None if the file is not one by its name and its contents."""
+    found, kind = _image_size(file), imported(*_PILLOW).registered_extensions().get(file.suffix.lower())
+    if found is None and kind in FORMATS:
+        raise GraphoptError(f"{file}: expected an image, as its name says, found another file: remove it, or rename it")
+    return found
 
 
 @contextlib.contextmanager

@@ -90,8 +90,12 @@ class Batches:
         return {column.name: column.take(rows) for column in self._columns}
 
 
-def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -> str:
-    """Return how to give rows another shape, if that keeps neighbouring numbers together; else nothing."""
+def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str, *, are_pictures: bool = False) -> str:
+    """Return how to give rows another shape, if that keeps neighbouring numbers together; else nothing.
+
+    Args:
+        are_pictures: whether `graphopt.data.images` reads the rows, which has an option for their size.
+    """
     moves = set()
     for axis in range(len(found) if len(found) == len(expected) else 0):
         rest = [i for i in range(len(found)) if i != axis]
@@ -105,7 +109,7 @@ def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -
         order = ", ".join(str(i + 1) for i in next(iter(moves)))
         return f": move the axes of each row, {name}.transpose(0, {order})"
     sizes = [x for x in expected if isinstance(x, int)]
-    for axis in (0, 2) if len(sizes) == len(found) == 3 else ():
+    for axis in (0, 2) if are_pictures and len(sizes) == len(found) == 3 else ():
         if sizes[axis] == found[axis] and found[axis] in (1, 3):
             return f": resize the pictures, data.size=[{sizes[1 - axis // 2]},{sizes[2 - axis // 2]}]"
     long = [[x for x in shape if x != 1] for shape in (sizes, found)]
@@ -131,7 +135,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
-    unread = [TARGET] if not any(role_of(x) is Role.TARGET for x in inputs.values()) else []
+    has_target = TARGET in inputs or any(role_of(x) is Role.TARGET for x in inputs.values())
+    unread = [TARGET] if TARGET in arrays and not has_target else []
     arrays = {name: x for name, x in arrays.items() if name in inputs or name not in (*data.spare, *unread)}
     for names, warning in data.marks:
         if not any(name in arrays for name in names):
@@ -144,6 +149,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
             names = ", ".join(f"{name!r}: ..." for name in features)
             extra = f"{extra}: as X, write {{{names}}}"
         raise GraphoptError(f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays")
+    if unread:
+        warnings.warn(f"{data.source}: no input of the graph reads {TARGET!r}, which has no effect", stacklevel=2)
     return [(value, arrays[name]) for name, value in inputs.items()]
 
 
@@ -167,6 +174,7 @@ class _Column:
         self._allow_nan = allow_nan
         self._table = data if data.names and array is data.arrays.get(str(data.features)) else None
         self._labels, self._is_text = labels_of(value), data.tokens is not None
+        self._is_picture = data.pixel_range is not None
         self._is_target = role_of(value) is Role.TARGET
         self._check_type(dtype_of(value))
         self._shape = self._row_shape(value.shape)
@@ -257,7 +265,7 @@ class _Column:
                 ": cross_entropy predicts one class of each row; for columns of 0 and 1, choose "
                 "loss=binary_cross_entropy, for quantities loss=mean_squared_error"
             )
-        mend = other_shape(list(shape)[1:], found, self.name) or mend
+        mend = other_shape(list(shape)[1:], found, self.name, are_pictures=self._is_picture) or mend
         if self._is_text and len(static) == len(found) == 1:
             mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"
             if self._is_target:

@@ -146,7 +146,7 @@ def export_hosts(
             STATE_FILE: content,
             **adapters,
             **proof,
-            CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
+            CONTRACT: json.dumps(described, indent=1, ensure_ascii=False).encode() + b"\n",
             **(_program(language) if language is not None else {}),
         },
     )

@@ -482,9 +482,10 @@ class Executor(Checked):
         Raises:
             GraphoptError: the vector has the wrong type or size. Nothing is replaced.
         """
-        if self._state.set_contiguous(vector, frozen):  # weights that are constants of the sessions
-            self._steps.open()
-            self._evaluations.opened.clear()
+        with self._parts.lock:  # no step of another thread may keep a session with the former weights
+            if self._state.set_contiguous(vector, frozen):  # weights that are constants of the sessions
+                self._steps.open()
+                self._evaluations.opened.clear()
 
     def reset_gradients(self) -> None:
         """Reset the gradients that `passes.Accumulate` has accumulated since the last update."""

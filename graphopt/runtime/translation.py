@@ -19,6 +19,7 @@ from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import weight_bytes
 from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
+from graphopt.runtime.checks.first_check import SOURCES
 from graphopt.runtime.checks.rows import some_tokens
 from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, allowed_error, norm_of
 from graphopt.runtime.checks.verdicts import (
@@ -265,11 +266,14 @@ class Translation:
         return distance / max(norm_of(x), 1e-300) if distance > 0 else 0.0
 
     def _digest(self, form: BoundSession) -> str:
-        """Return a hash of a form and of what its numbers depend on, and of how they are compared."""
+        """Return a hash of a form and of what its numbers depend on, and of how they are compared.
+
+        Weights that are stored apart from the graph have no part in it.
+        """
         library, device = form.library and form.library.name, self._device
         facts = (device.ort.__version__, device.execution_provider, device.threads)
         return digest_of(
-            [form.model, self._plain], [Path(__file__)], (library, list(form.shared), self._several, *facts)
+            [form.model, self._plain], [*SOURCES, Path(__file__)], (library, list(form.shared), self._several, *facts)
         )
 
     def _reported(self, form: BoundSession, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:

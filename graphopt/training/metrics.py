@@ -49,7 +49,7 @@ class ScoredBatch:
         """Return the logarithm of the probability of each class of each element."""
         scores = self.scores.astype(np.float64)
         if not self.spec.from_logits:
-            return np.log(np.maximum(scores, np.finfo(self.scores.dtype).eps))
+            return np.log(np.maximum(scores, _number_type(self.scores).eps))
         scores -= scores.max(axis=1, keepdims=True)
         return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
 
@@ -331,7 +331,7 @@ def _cross_entropies(batch: ScoredBatch) -> np.ndarray:
 
 def _log_losses(batch: ScoredBatch) -> np.ndarray:
     p, own = batch.probabilities()
-    return -(own * np.log(np.maximum(p, np.finfo(batch.scores.dtype).tiny))).sum(axis=1)
+    return -(own * np.log(np.maximum(p, _number_type(batch.scores).tiny))).sum(axis=1)
 
 
 def _covered(batch: ScoredBatch) -> np.ndarray:
@@ -466,6 +466,11 @@ class Metrics:
         spec, predicted = self._spec, self.predicted(prediction)
         if spec.axis is None:
             if spec.labels is None:
+                if predicted.size != target.size:
+                    raise GraphoptError(
+                        f"metrics: expected a prediction of shape {list(target.shape)}, as the target, found "
+                        f"{list(predicted.shape)}: leave metrics out, metrics=[]"
+                    )
                 return ScoredBatch(target, predicted.reshape(target.shape), predicted, spec, beside=beside)
             low, high = spec.labels
             expected = np.where(target > (low + high) / 2, high, low)
@@ -546,6 +551,11 @@ def weighted_accuracy(predicted: np.ndarray, target: np.ndarray, weights: np.nda
 def _by_class(array: np.ndarray, axis: int) -> np.ndarray:
     """Return a row for each element, and a column for each class."""
     return np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
+
+
+def _number_type(scores: np.ndarray) -> np.finfo:
+    """Return the limits of the numbers that scores have as probabilities: those of whole numbers are float64's."""
+    return np.finfo(scores.dtype if scores.dtype.kind == "f" else np.float64)
 
 
 def _columns(array: np.ndarray) -> np.ndarray:

@@ -7,11 +7,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #define CHECK "graphopt.check"  // the output that is finite only if the loss and the new state are
 #define TRY(call) do { GraphoptCode code_ = (call); if (code_) return code_; } while (0)
 #define RUN(call) TRY(checked(call))
-enum { FLOAT = 1, INT32 = 6, INT64 = 7, DOUBLE = 11, RANK = 16, TYPES = 17 };
+enum { FLOAT = 1, INT64 = 7, FLOAT16 = 10, DOUBLE = 11, BFLOAT16 = 16, RANK = 16, TYPES = 17 };
 
 /* ONNX's types by number: their names in NumPy and in safetensors, and the bytes of one number, of which C feeds some. */
 static const struct { const char *name, *stored; size_t bytes; } types[TYPES] = {
@@ -89,7 +90,9 @@ static GraphoptCode read_file(const char *folder, const char *name, char **data,
     rewind(file);
     *size = fread(*data, 1, (size_t)end, file);
     fclose(file);
-    return *size == (size_t)end ? GRAPHOPT_OK : fail(GRAPHOPT_FILE, "%s: expected a file that can be read", path);
+    if (*size == (size_t)end) return GRAPHOPT_OK;
+    free(*data), *data = NULL;
+    return fail(GRAPHOPT_FILE, "%s: expected a file that can be read", path);
 }
 
 /* Finds the value of a field of the entry with a name, in a list of host.json. */
@@ -105,13 +108,13 @@ static const char *field(const char *host, const char *list, const char *name, c
 }
 
 /* Finds the place of a tensor in a safetensors file: 8 bytes with the size of a header in JSON; it; the numbers. Returns 0
-   for none, -1 for one that lies beyond the file, and -2 for one of another type. */
+   for none, -1 for one that lies beyond the file or if it is no such file, and -2 for one of another type. */
 static int place(const char *file, size_t size, const Input *x, size_t *offset, size_t *length) {
     char text[4096], *entry, *last;
     uint64_t header;
-    memcpy(&header, file, 8);
-    snprintf(text, sizeof text, "\"%s\":{", x->name);
     *offset = *length = 0;
+    if (size < 8 || (memcpy(&header, file, 8), header > size - 8)) return -1;
+    snprintf(text, sizeof text, "\"%s\":{", x->name);
     if (!(entry = strstr(file + 8, text))) return 0;
     if (!(last = strchr(entry + strlen(text), '}')) || (uint64_t)(last - file - 8) >= header) return -1;
     snprintf(text, sizeof text, "\"dtype\":\"%s\"", types[x->type].stored);
@@ -124,21 +127,19 @@ static int place(const char *file, size_t size, const Input *x, size_t *offset, 
     return 1;
 }
 
-static GraphoptCode check_state(const char *path, const char *file, size_t size) {
-    uint64_t header;
-    if (size < 8) return fail(GRAPHOPT_FILE, "%s: expected a safetensors file, found %zu bytes", path, size);
-    memcpy(&header, file, 8);
-    if (header <= size - 8) return GRAPHOPT_OK;
-    return fail(GRAPHOPT_FILE, "%s: expected a safetensors file, found other bytes", path);
-}
-
-/* Opens a file, or the content of one if it is given. */
+/* Opens a file, or the content of one if it is given, whose weights may lie in the folder. */
 static GraphoptCode open_graph(OrtEnv *env, const char *folder, const char *name, const char *content, size_t size, Graph *g) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     g->file = name;
-    if (content) RUN(ort->CreateSessionFromArray(env, content, size, NULL, &g->session));
-    else RUN(ort->CreateSession(env, path, NULL, &g->session));
+    if (content) {
+        OrtSessionOptions *options;
+        RUN(ort->CreateSessionOptions(&options));
+        GraphoptCode code = checked(ort->AddSessionConfigEntry(options, "session.model_external_initializers_file_folder_path", folder));
+        if (!code) code = checked(ort->CreateSessionFromArray(env, content, size, options, &g->session));
+        ort->ReleaseSessionOptions(options);
+        TRY(code);
+    } else RUN(ort->CreateSession(env, path, NULL, &g->session));
     RUN(ort->SessionGetInputCount(g->session, &g->inputs));
     RUN(ort->SessionGetOutputCount(g->session, &g->outputs));
     g->input = calloc(g->inputs + 1, sizeof(char *)), g->output = calloc(g->outputs + 1, sizeof(char *));
@@ -430,6 +431,7 @@ static void close_graph(Graph *g) {
 /* A proof: a batch, and sums of what the plain step computes of it; see graphopt/hosts/proof.py. */
 typedef struct { char *data; size_t size; } File;
 enum { COLUMNS = 4, MOST_FED = 1 << 26 };  // of a row: how much the sums of an output may differ, and its sums
+enum { COMPARISON = 1 };  // another number for each other way to compare: what was remembered is compared anew
 
 /* Finds a part of a file by two words of its name; NULL if it has none. */
 static const char *part(const File *file, const char *first, const char *second, ONNXTensorElementDataType type, size_t *length) {
@@ -437,18 +439,25 @@ static const char *part(const File *file, const char *first, const char *second,
     size_t offset;
     Input x = {.name = name, .type = type};
     snprintf(name, sizeof name, "%s.%s", first, second);
-    return file->size >= 8 && place(file->data, file->size, &x, &offset, length) == 1 ? file->data + offset : NULL;
+    return place(file->data, file->size, &x, &offset, length) == 1 ? file->data + offset : NULL;
 }
 
 static double number_at(const char *data, ONNXTensorElementDataType type, size_t i) {
     float x;
     double wide;
-    int64_t whole;
-    int32_t half;
+    uint64_t bits = 0;
     if (type == FLOAT) return memcpy(&x, data + 4 * i, 4), (double)x;
-    if (type == DOUBLE) return memcpy(&wide, data + 8 * i, 8), wide;
-    if (type == INT64) return memcpy(&whole, data + 8 * i, 8), (double)whole;
-    return memcpy(&half, data + 4 * i, 4), (double)half;
+    const size_t bytes = types[type].bytes;
+    memcpy(&bits, data + bytes * i, bytes);
+    if (type == DOUBLE) return memcpy(&wide, &bits, 8), wide;
+    if (type == BFLOAT16) return bits <<= 16, memcpy(&x, &bits, 4), (double)x;
+    if (type == FLOAT16) {
+        const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+        wide = exponent == 31 ? (fraction ? NAN : INFINITY) : ldexp(fraction + (exponent ? 1024 : 0), (exponent ? exponent : 1) - 25);
+        return bits >> 15 ? -wide : wide;
+    }
+    const int unused = 64 - 8 * (int)bytes;
+    return *types[type].name == 'i' ? (double)((int64_t)(bits << unused) >> unused) : (double)bits;
 }
 
 /* Compares an output with its row, less the numbers of a state before the step. Returns 1 if they differ, and the sums. */
@@ -461,7 +470,7 @@ static int differs(OrtValue *value, const Input *before, const char *row, double
     if (checked(ort->GetTensorTypeAndShape(value, &info))) return 0;
     GraphoptCode code = read_shape(info, &y);
     ort->ReleaseTensorTypeAndShapeInfo(info);
-    if (code || (y.type != FLOAT && y.type != DOUBLE && y.type != INT64 && y.type != INT32)) return 0;
+    if (code || !y.bytes) return 0;
     if (checked(ort->GetTensorMutableData(value, (void **)&data))) return 0;
     if (before && checked(ort->GetTensorMutableData(before->value, (void **)&start))) return 0;
     size_t count = 1;
@@ -560,15 +569,17 @@ static GraphoptCode prove_graph(GraphoptTrainer *t, const char *folder, const Gr
     char node[256] = "";
     const char *rows = part(proof, "graph", g == &t->train ? "train" : "evaluate", DOUBLE, &length), *output = NULL;
     if (!rows) return fail(GRAPHOPT_FILE, "no numbers of %s", g->file);
-    int is_cut = 0;
+    int is_cut = 0, missing = 0;  // how many states are not compared
     GraphoptCode code = call(t, g);
     for (size_t i = 0; !code && !output && i < g->outputs; i++) {
         const Input *state = g == &t->train ? state_of(t, g->output[i]) : NULL;
         const char *row = row_of(t, g, state, g->output[i], rows, length, &is_cut);
+        missing += state && (!row || isinf(number_at(row, DOUBLE, 0)));
         if (row && differs(g->made[i], state, row, &expected, &found)) output = g->output[i];
     }
     release_made(g);
     if (!code && !output && is_cut) return fail(GRAPHOPT_FILE, "too few rows of %s", g->file);
+    if (!code && !output && missing) return fail(GRAPHOPT_FILE, "%s: states that are not compared: %d", g->file, missing);
     if (!output) return code;
     if (g == &t->train) find_node(t, folder, node, sizeof node);
     t->is_wrong = 1;
@@ -581,17 +592,28 @@ static uint64_t hash(uint64_t key, const char *data, size_t size) {  // FNV-1a
     return (key ^ size) * 0x100000001b3u;
 }
 
-/* Writes the path of the file that remembers a proof: its name is a hash of all files, of the runtime and of the processor. */
+/* Returns what ONNX Runtime says of its build; NULL before 1.15. */
+static const char *build(void) {
+#if ORT_API_VERSION == 1 || ORT_API_VERSION >= 15  // 1 is that of abi/
+    if (atoi(OrtGetApiBase()->GetVersionString() + 2) >= 15) return ort->GetBuildInfoString();
+#endif
+    return NULL;
+}
+
+/* Writes the path of the file that remembers a proof: its name is a hash of all files, of the runtime's build, of the
+   processor, and of how this compares. Its folder belongs to the user alone. Returns 0 if one of these is not known. */
 static int note_of(const GraphoptTrainer *t, const char *folder, const File *proof, char *path, size_t room) {
     static const char *const files[] = {"train.onnx", "evaluate.onnx", "weights.bin"};
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME"), *version = OrtGetApiBase()->GetVersionString();
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME"), *version = OrtGetApiBase()->GetVersionString(), *own = build();
     char block[65536];
-    uint64_t key = hash(0xcbf29ce484222325u, version, strlen(version));
-    key = hash(hash(hash(key, t->host, strlen(t->host)), t->state, t->size), proof->data, proof->size);
+    struct stat about;
     FILE *file = fopen("/proc/cpuinfo", "r");
-    while (file && fgets(block, sizeof block, file) && *block != '\n')
+    if (!file || !own) return file ? fclose(file), 0 : 0;
+    uint64_t key = hash(hash(0xcbf29ce484222325u + COMPARISON, version, strlen(version)), own, strlen(own));
+    key = hash(hash(hash(key, t->host, strlen(t->host)), t->state, t->size), proof->data, proof->size);
+    while (fgets(block, sizeof block, file) && *block != '\n')
         if (!strstr(block, "MHz") && !strstr(block, "ogo")) key = hash(key, block, strlen(block));
-    if (file) fclose(file);
+    fclose(file);
     for (size_t i = 0, size; i < sizeof files / sizeof *files; i++) {
         snprintf(path, room, "%s/%s", folder, files[i]);
         if (!(file = fopen(path, "rb"))) continue;
@@ -599,30 +621,32 @@ static int note_of(const GraphoptTrainer *t, const char *folder, const File *pro
         fclose(file);
     }
     if (!(cache && *cache) && !(home && *home)) return 0;
-    int length = snprintf(path, room, "%s%s/graphopt-proof-%016llx", cache && *cache ? cache : home, cache && *cache ? "" : "/.cache", (unsigned long long)key);
-    return length < (int)room;
+    int length = snprintf(path, room, "%s%s/graphopt", cache && *cache ? cache : home, cache && *cache ? "" : "/.cache");
+    if (length + 24 >= (int)room || (mkdir(path, 0700), stat(path, &about)) || about.st_uid != getuid() || about.st_mode & 022) return 0;
+    snprintf(path + length, room - (size_t)length, "/proof-%016llx", (unsigned long long)key);
+    return 1;
 }
 
 /* Compares the first step with the proof of the folder, if it has one, unless this machine remembers that it agrees. */
 static GraphoptCode prove(GraphoptTrainer *t, const char *folder) {
     File proof = {0};
-    char note[4096], reason[sizeof message] = "the folder has no proof";
+    char note[4096], reason[sizeof message];
     FILE *file = NULL;
-    if (strstr(t->host, "\"proof\": \"proof.safetensors\"") && !read_file(folder, "proof.safetensors", &proof.data, &proof.size)) {
+    if (!strstr(t->host, "\"proof\": \"proof.safetensors\"")) return fail(GRAPHOPT_OK, "not proven: the folder has no proof");
+    if (!read_file(folder, "proof.safetensors", &proof.data, &proof.size)) {
         int has_note = note_of(t, folder, &proof, note, sizeof note);
         if (has_note && (file = fopen(note, "rb"))) return fclose(file), free(proof.data), fail(GRAPHOPT_OK, "proven before");
-        GraphoptCode code = check_state("proof.safetensors", proof.data, proof.size);
-        if (!code) code = feed_proof(t, &proof);
-        if (!code) code = prove_graph(t, folder, &t->train, &proof);
-        if (!code) code = prove_graph(t, folder, &t->evaluate, &proof);
+        GraphoptCode code = feed_proof(t, &proof), other = code ? code : prove_graph(t, folder, &t->train, &proof);
+        if (!code && !t->is_wrong) code = prove_graph(t, folder, &t->evaluate, &proof);
+        if (!code) code = other;
         for (Input *x = t->input; x < t->input + t->train.inputs; x++)
             if (x->is_proof) ort->ReleaseValue(x->value), x->value = NULL;
         free(proof.data);
         if (t->is_wrong) return code;
-        if (!code && has_note && (file = fopen(note, "wb"))) fclose(file);
+        if (!code && has_note && (file = fopen(note, "wbx"))) fclose(file);
         if (!code) return fail(GRAPHOPT_OK, "proven");
-        snprintf(reason, sizeof reason, "%s", message);
     }
+    snprintf(reason, sizeof reason, "%s", message);
     return fail(GRAPHOPT_OK, "not proven: %.400s", reason);
 }
 
@@ -633,10 +657,9 @@ GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
     char *file = NULL;
     size_t size, offset, length;
     GraphoptCode code = read_file("", path, &file, &size);
-    if (!code) code = check_state(path, file, size);
     for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
         int found = x->is_state ? place(file, size, x, &offset, &length) : 1;
-        if (found == -1) code = fail(GRAPHOPT_FILE, "%s: expected all numbers of its header, found a file that is cut", path);
+        if (found == -1) code = fail(GRAPHOPT_FILE, "%s: expected all numbers of its header, found a file that is cut or no safetensors file", path);
         else if (found == -2)
             code = fail(GRAPHOPT_FILE, "%s: state %s: expected %s, found another type: take a checkpoint of this training graph", path,
                         x->name, types[x->type].name);
@@ -712,16 +735,17 @@ static uint16_t narrow(int is_bfloat16, float x) {
 
 /* Puts a block of numbers times a factor into a file; returns 0 for one that does not fit. */
 static int put(char *file, size_t size, const Block *b, const void *numbers, size_t held, size_t bytes) {
-    size_t width = b->type ? 2 : bytes, count = 1, from = b->first, to = 0;
+    const size_t width = b->type ? 2 : bytes;
+    uint64_t count = 1, from = b->first, to = 0;  // 64 bits for products of numbers below 2^31
     for (size_t i = 0; i < b->rank; i++) {
         if (!b->shape[i] || count > held / b->shape[i]) return 0;
-        count *= b->shape[i], from += (b->shape[i] - 1) * b->own[i], to += (b->shape[i] - 1) * b->strides[i];
+        count *= b->shape[i], from += (uint64_t)(b->shape[i] - 1) * b->own[i], to += (uint64_t)(b->shape[i] - 1) * b->strides[i];
         if (from >= held || to >= size) return 0;
     }
     if (from >= held || b->offset > size || to >= (size - b->offset) / width || (b->type && bytes != 4)) return 0;
-    for (size_t n = 0; n < count; n++) {
+    for (uint64_t n = 0; n < count; n++) {
         from = b->first, to = 0;
-        for (size_t i = b->rank, left = n; i--; left /= b->shape[i]) from += left % b->shape[i] * b->own[i], to += left % b->shape[i] * b->strides[i];
+        for (uint64_t i = b->rank, left = n; i--; left /= b->shape[i]) from += left % b->shape[i] * b->own[i], to += left % b->shape[i] * b->strides[i];
         char *place = file + b->offset + width * to;
         float x = bytes == 4 ? (float)b->factor * ((const float *)numbers)[from] : 0;
         double y = bytes == 8 ? b->factor * ((const double *)numbers)[from] : 0;
@@ -807,7 +831,7 @@ static GraphoptCode begin(GraphoptTrainer *t, const char *folder) {
     for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
         const char *initial;
         int found = place(t->state, t->size, x, &x->offset, &x->length);
-        if (found == -1) return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected all numbers of its header", folder);
+        if (found == -1) return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected all numbers of its header, found a file that is cut or no safetensors file", folder);
         if (found == -2)
             return fail(GRAPHOPT_FILE, "%s/state.safetensors: state %s: expected %s, found another type", folder, x->name, types[x->type].name);
         if (!found && field(t->host, "state", x->name, "next"))
@@ -851,7 +875,6 @@ static GraphoptCode open_trainer(GraphoptTrainer *t, const char *folder) {
     if (!type || strncmp(type, "\"float32\"", 9))
         return fail(GRAPHOPT_FILE, "%s/host.json: expected a loss of float32, found %.9s: export float32", folder, type ? type : "none");
     TRY(read_file(folder, "state.safetensors", &t->state, &t->size));
-    TRY(check_state("state.safetensors", t->state, t->size));
     RUN(ort->CreateEnv(ORT_LOGGING_LEVEL_ERROR, "graphopt", &t->env));
     RUN(ort->GetAllocatorWithDefaultOptions(&memory));
     TRY(open_graph(t->env, folder, "train.onnx", NULL, 0, &t->train));

@@ -67,7 +67,7 @@ export interface Host {
   state: (Description & { next: string; offset: number; bytes: number })[];
   hyperparameters: (Description & { default: any })[];
   reports: Description[];
-  /** The output that is infinite or NaN if the loss or the new state is; folders of before have none. */
+  /** The output that is infinite or NaN if the loss or the new state is; older folders have none. */
   check?: string;
   /** By form and file, the blocks of the state that it has. */
   adapters?: Record<string, Record<string, Block[]>>;

@@ -20,6 +20,7 @@ export class Trainer {
   #held = {}; // tensors by name: state and hyperparameters
   #sessions = {}; // promises, by the name of the graph
   #weights; // a promise: the file of weights that do not train, which all graphs read
+  #proof; // a promise: the file of the proof
   #onHost = new Set(); // graphs that run elsewhere than the training graph, and read the state in host memory
   #steps = 0; // that were done
   #last = Promise.resolve(); // the newest call: a session runs one at a time
@@ -151,9 +152,10 @@ export class Trainer {
   /** Open a graph on the first provider whose numbers agree with the proof of the folder. */
   async #open(graph) {
     let providers = this.#options.executionProviders;
+    const content = await this.#read(this.host.files[graph]);
     for (;;) {
-      const session = await this.#opened(graph, providers);
-      const line = await this.#differs(graph, session, providers);
+      const session = await this.#opened(graph, content, providers);
+      const line = await this.#differs(graph, content, session, providers);
       if (line === undefined) return session;
       await session.release();
       const rest = providers?.slice(1) ?? [];
@@ -169,19 +171,18 @@ export class Trainer {
   }
 
   /** Return a line if a graph computes other numbers of the initial state than the proof; note what is known. */
-  async #differs(graph, session, providers) {
+  async #differs(graph, content, session, providers) {
     const { files, state, hyperparameters, graphs } = this.host;
     if (!files.proof) return void (this.proofs[graph] = "not proven: the folder has no proof");
     const of = graph === "train_steps" ? "train" : graph;
     try {
-      const proof = await this.#read(files.proof);
-      const weights = files.weights ? [await this.#weights] : [];
-      const facts = { graph, providers, onDevice: isOnDevice(providers), version: this.#ort.env?.versions };
-      const content = await this.#read(files[graph]);
-      const key = await keyOf(facts, [proof, content, this.#initial, await this.#read("host.json"), ...weights]);
+      const proof = await (this.#proof ??= this.#read(files.proof));
+      if (!Object.hasOwn(safetensors(proof).entries, `graph.${of}`)) throw new GraphoptError("the proof has none of this graph");
+      const { report, stepsPerCall, onNonfinite, externalData, ...options } = this.#options; // those of sessions
+      const read = [proof, content, this.#initial, await this.#weights].filter(Boolean);
+      const key = await keyOf({ graph, host: this.host, ...options }, providers, this.#ort.env, read);
       if (await agreed(key)) return void (this.proofs[graph] = "proven before");
-      const feeds = byName(this.host.feeds);
-      let given = batchOf(this.#ort, proof, graphs[graph].feeds.map((name) => feeds[name]), arrayClass);
+      let given = batchOf(this.#ort, proof, this.host.feeds.filter(({ name }) => graphs[graph].feeds.includes(name)), arrayClass);
       if (graph === "train_steps") given = this.#stacked([given]);
       const held = { ...this.#stateOf(this.#initial), ...this.#defaults() };
       for (const { name } of [...state, ...hyperparameters]) if (session.inputNames.includes(name)) given[name] = held[name];
@@ -190,10 +191,9 @@ export class Trainer {
       const line = await difference(session, proof, `graph.${of}`, [...next, ...graphs[of].reports], given, before);
       if (line === undefined) return void ((this.proofs[graph] = "proven"), await remember(key));
       const open = async (bytes) => this.#ort.InferenceSession.create(bytes, await this.#sessionOptions(providers));
-      const read = async () => firstNode(open, content, await this.#read(files.debug), given);
-      const node = graph === "train" && files.debug ? await read().catch(() => {}) : undefined;
-      const where = node ? `, first in node ${node}` : "";
-      return `${nameOf(providers) ?? "ort"}: ${files[graph]}: output ${line}${where}`;
+      const find = async () => firstNode(open, content, await this.#read(files.debug), given);
+      const node = graph === "train" && files.debug ? await find().catch(() => {}) : undefined;
+      return `${nameOf(providers) ?? "ort"}: ${files[graph]}: output ${line}${node ? `, first in node ${node}` : ""}`;
     } catch (error) {
       this.proofs[graph] = `not proven: ${String(error.message).split("\n")[0]}`;
     }
@@ -210,13 +210,12 @@ export class Trainer {
     return options;
   }
 
-  async #opened(graph, executionProviders) {
+  async #opened(graph, content, executionProviders) {
     const file = this.host.files[graph];
     const floats = this.host.state.filter(({ type }) => type.startsWith("float"));
     const preferredOutputLocation = Object.fromEntries(floats.map(({ next }) => [next, "gpu-buffer"]));
     const located = isOnDevice(executionProviders) && { preferredOutputLocation };
     const options = { ...located, ...(await this.#sessionOptions(executionProviders)) };
-    const content = await this.#read(file);
     const session = await this.#ort.InferenceSession.create(content, options).catch((error) => {
       throw new GraphoptError(`${file}: ONNX Runtime cannot open it: ${String(error.message).split("\n")[0]}`);
     });

@@ -1,7 +1,7 @@
 /** Compare what a device computes of a batch with the numbers in a host folder, and remember that they agree. */
 
 import { GraphoptError } from "./errors.js";
-import { bytesOf, safetensors } from "./files.js";
+import { safetensors } from "./files.js";
 import { loadFromIndexedDB, saveToIndexedDB } from "./storage.js";
 import { numbersOf, sizeOf, tensorOf } from "./tensors.js";
 
@@ -78,8 +78,11 @@ async function first(rows, found, before) {
  */
 export async function difference(session, bytes, table, outputs, given, before) {
   const found = await session.run(given, outputs);
-  const line = await first(rowsOf(safetensors(bytes), table, outputs), found, before);
+  const rows = rowsOf(safetensors(bytes), table, outputs);
+  const line = await first(rows, found, before);
   for (const tensor of Object.values(found)) tensor.dispose();
+  const missing = rows.filter(([name, allowed]) => before[name] && allowed === Infinity).length;
+  if (line === undefined && missing) throw new GraphoptError(`states that are not compared: ${missing}`);
   return line;
 }
 
@@ -102,18 +105,22 @@ export async function firstNode(open, graph, bytes, given) {
   }
 }
 
-/** Return a key of everything that decides what a device computes; undefined where nothing is remembered, as in Node. */
-export async function keyOf(facts, files) {
-  if (globalThis.indexedDB === undefined) return undefined;
-  const info = facts.onDevice && (await globalThis.navigator?.gpu?.requestAdapter())?.info;
-  const { vendor, architecture, device, description } = info || {};
-  const told = JSON.stringify([facts, vendor, architecture, device, description, globalThis.navigator?.userAgent]);
-  let [a, b] = [0x811c9dc5, 0x9e3779b1];
-  for (const bytes of [new TextEncoder().encode(told), ...files.map((file) => bytesOf("file", file))]) {
-    for (const x of bytes) [a, b] = [Math.imul(a ^ x, 0x01000193), Math.imul(b + x, 0x85ebca6b) ^ (b >>> 13)];
-    a = Math.imul(a ^ bytes.length, 0x01000193);
-  }
-  return `proof ${(a >>> 0).toString(16)} ${(b >>> 0).toString(16)}`;
+const sha256 = async (bytes) => btoa(String.fromCharCode(...new Uint8Array(await crypto.subtle.digest("SHA-256", bytes))));
+const digests = new WeakMap(); // promises, by file: all graphs read that of weights
+const digestOf = (file) => digests.get(file) ?? digests.set(file, sha256(file)).get(file);
+
+/** Return a key of everything that decides what a device computes; undefined where this is not known, or as in Node. */
+export async function keyOf(facts, providers = [], env = {}, files) {
+  const isKnown = (x) => ["webgpu", "wasm", "cpu"].includes(x?.name ?? x) && !x.device;
+  const { indexedDB, crypto, navigator: { gpu, userAgent } = {} } = globalThis; // subtle: only on https and localhost
+  if (!indexedDB || !crypto?.subtle || !providers.every(isKnown) || env.wasm?.wasmBinary) return undefined;
+  const { adapter, powerPreference, forceFallbackAdapter } = env.webgpu ?? {}; // as ONNX Runtime asks for it
+  const asked = async () => (await adapter) ?? gpu?.requestAdapter({ powerPreference, forceFallbackAdapter });
+  const info = providers.some((x) => (x.name ?? x) === "webgpu") && (await asked())?.info;
+  const ofDevice = ["vendor", "architecture", "device", "description"].map((name) => info?.[name]);
+  const scalars = [env.versions, env.wasm, env.webgpu].map((x) => Object.entries(x ?? {}).filter(([, y]) => Object(y) !== y));
+  const told = [facts, providers, scalars, env.wasm?.wasmPaths, userAgent, ofDevice, await Promise.all(files.map(digestOf))];
+  return `proof ${await sha256(new TextEncoder().encode(JSON.stringify(told)))}`;
 }
 
 /** Return whether the browser remembers that numbers agree. */

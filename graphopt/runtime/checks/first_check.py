@@ -273,7 +273,8 @@ class _Step:
     def _read_gradients(self) -> None:
         self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
         if self._update is not None:
-            self._some = {name: some_of(g) for name, g in self.gradients.items()}
+            # Copies: of small gradients, `some_of` returns views, which directions may be written over
+            self._some = {name: np.array(some_of(g)) for name, g in self.gradients.items()}
 
     @functools.cached_property
     def may_overwrite(self) -> bool:

@@ -140,7 +140,7 @@ def operands_of(node: ir.Node, form: NodeForm) -> dict[int, ir.Value]:
 
 def number_of(x: ir.Value | None) -> float | None:
     """Return the number of a constant that has one element, or None."""
-    if x is None or (x.const_value is not None and x.const_value.size != 1):  # whose numbers nobody may have at hand
+    if x is None or (x.const_value is not None and x.const_value.size != 1):  # its numbers may be left out
         return None
     constant = fixed(x)
     return constant.item() if constant is not None and constant.size == 1 else None

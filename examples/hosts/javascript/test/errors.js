@@ -167,7 +167,7 @@ for (const [name, alike] of Object.entries(ALIKE)) {
 const { check, ...ofBefore } = host; // a folder that an earlier graphopt wrote
 const old = await named({ "host.json": bytesOf(ofBefore) });
 const refused = await old.step({ x: x.map(() => NaN), target }).catch(({ name }) => name);
-found["a folder of before"] =
+found["an older folder"] =
   refused === "NonFiniteLoss" && (await old.step({ x, target })).loss === loss ? "works" : "fails";
 for (const rate of [0.5, [0.5], Float32Array.of(0.5), new ort.Tensor("float32", [0.5], [1])])
   trainer.set({ base_learning_rate: rate });

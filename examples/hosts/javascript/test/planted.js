@@ -1,4 +1,9 @@
-/** Return ONNX Runtime that computes one node wrongly on a provider: it opens another training graph in its place. */
+let made = 0;
+
+/**
+ * Return ONNX Runtime that computes one node wrongly on a provider: it opens another training graph in its place. Its
+ * versions are its own, so that a browser does not remember it as the right one.
+ */
 export function planted(ort, right, faulty, provider) {
   const InferenceSession = {
     async create(bytes, options = {}) {
@@ -13,7 +18,8 @@ export function planted(ort, right, faulty, provider) {
       return ort.InferenceSession.create(whole, options);
     },
   };
-  return { env: ort.env, Tensor: ort.Tensor, InferenceSession };
+  const versions = { ...ort.env.versions, fault: faulty === right ? 0 : ++made };
+  return { env: { ...ort.env, versions }, Tensor: ort.Tensor, InferenceSession };
 }
 
 /**

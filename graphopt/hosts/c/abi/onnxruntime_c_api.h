@@ -31,9 +31,7 @@ typedef struct OrtApi {
     OrtStatus *(*Run)(OrtSession *, const OrtRunOptions *, const char *const *, const OrtValue *const *, size_t,
                       const char *const *, size_t, OrtValue **);
     OrtStatus *(*CreateSessionOptions)(OrtSessionOptions **);
-    ORT_UNUSED(11, 23);
-    OrtStatus *(*SetIntraOpNumThreads)(OrtSessionOptions *, int);
-    ORT_UNUSED(25, 29);
+    ORT_UNUSED(11, 29);
     OrtStatus *(*SessionGetInputCount)(const OrtSession *, size_t *);
     OrtStatus *(*SessionGetOutputCount)(const OrtSession *, size_t *);
     ORT_UNUSED(32, 32);
@@ -68,6 +66,11 @@ typedef struct OrtApi {
     ORT_UNUSED(97, 97);
     void (*ReleaseTypeInfo)(OrtTypeInfo *);
     void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo *);
+    void (*ReleaseSessionOptions)(OrtSessionOptions *);
+    ORT_UNUSED(101, 129);
+    OrtStatus *(*AddSessionConfigEntry)(OrtSessionOptions *, const char *, const char *);
+    ORT_UNUSED(131, 253);
+    const char *(*GetBuildInfoString)(void);  // from 1.15
 } OrtApi;
 
 typedef struct {

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from graphopt.arguments import checked
-from graphopt.data.columnar import parquet
+from graphopt.data import columnar, files
 from graphopt.data.dataset import Dataset
-from graphopt.data.files import csv, npy, npz
 from graphopt.data.foreign import relabelled
 from graphopt.errors import GraphoptError
 from graphopt.files import ReadName
@@ -23,12 +21,13 @@ def replay(path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float
 
     Args:
         path: the new data: a file, of which the reader's default options are taken, or a data set.
-        replay: the earlier data, whose arrays have the same names and shapes of rows.
+        replay: the earlier data, whose arrays have the same names and shapes of rows. Classes without names keep their
+            numbers.
         share: the number of earlier rows for each new one; there are at most all of them.
         seed: the seed of the earlier rows.
 
     Raises:
-        GraphoptError: a file is no data, the arrays differ, or earlier classes are none of the new data's.
+        GraphoptError: a file is no data, the arrays differ, or names of earlier classes are none of the new data's.
 
     >>> new, earlier = (graphopt.data.Dataset({"x": numpy.full((4, 2), i)}) for i in (1.0, 0.0))
     >>> graphopt.data.replay(new, earlier, share=0.5).arrays["x"][:, 0].tolist()
@@ -36,6 +35,8 @@ def replay(path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float
     """
     if not (isinstance(share, int | float) and 0 <= share < float("inf")):
         raise GraphoptError(f"replay: share: expected a number of 0 or more, found {share!r}")
+    if not (isinstance(seed, int) and seed >= 0):
+        raise GraphoptError(f"replay: seed: expected a whole number of 0 or more, found {seed!r}")
     new, earlier = (x if isinstance(x, Dataset) else _read(x) for x in (path, replay))
     earlier = relabelled(earlier, new.labels, "replay")
     drawn = np.sort(np.random.default_rng(seed).permutation(len(earlier))[: round(share * len(new))])
@@ -50,16 +51,12 @@ def replay(path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float
 
 def _read(path: ReadName) -> Dataset:
     """Return the data of a file, which the end of its name tells, or of a folder of .npy files."""
-    readers: dict[str, Callable[[ReadName], Dataset]] = {
-        ".npz": npz,
-        ".csv": csv,
-        ".parquet": parquet,
-        "": npy,
-    }
-    reader = readers.get(Path(path).suffix.lower())
-    if reader is None:
+    readers = {**files.ENDINGS, **columnar.ENDINGS}
+    name = "npy" if Path(path).is_dir() else readers.get(Path(path).suffix.lower())
+    if name is None:
         raise GraphoptError(
-            f"replay: expected a file .npz, .csv or .parquet, or a folder of .npy, found {path}: give the data set of "
+            f"replay: expected a file {', '.join(readers)}, or a folder of .npy, found {path}: give the data set of "
             "another reader"
         )
-    return reader(path)
+    data: Dataset = getattr(columnar if name in columnar.__all__ else files, name)(path)
+    return data
