@@ -14,6 +14,7 @@ from gradient_cases import CASES, NON_DIFFERENTIABLE, Case, model_of, point, spa
 from torch_oracle import pytorch, second
 
 from graphopt import GraphoptError
+from graphopt.derivatives import normal_form
 from graphopt.testing.gradients import (
     ORACLE_TOLERANCE,
     NamedArrays,
@@ -24,7 +25,6 @@ from graphopt.testing.gradients import (
     distance,
     gradient_model,
     in_precision,
-    normalized,
     prove,
     random_seeds,
 )
@@ -46,7 +46,7 @@ def precision(case: Case) -> type:
 
 def seeded(case: Case, dtype: type) -> NamedArrays:
     """Return what its gradient model is fed: inputs, and seeds of outputs."""
-    outputs = computed(normalized(model_of(case, precision(case))), point(case, precision(case)))
+    outputs = computed(normal_form(model_of(case, precision(case))), point(case, precision(case)))
     return point(case, dtype) | {name: x.astype(dtype) for name, x in random_seeds(outputs).items()}
 
 
@@ -152,7 +152,7 @@ def test_gradient_of_a_gradient(case: Case) -> None:
     feeds = seeded(case, np.float64)
     further = random_seeds(computed(first, feeds))
     try:
-        model = in_precision(normalized(model_of(case, np.float64)), ir.DataType.DOUBLE)
+        model = in_precision(normal_form(model_of(case, np.float64)), ir.DataType.DOUBLE)
         expected = second(model, feeds, further)
     except NoOracle:
         check_gradient(first, feeds, tolerance=2e-6)

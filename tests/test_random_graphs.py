@@ -17,6 +17,7 @@ from random_graphs import FLOAT32_ALONE, MAKERS, grown
 from torch_oracle import pytorch, second
 
 from graphopt import GraphoptError
+from graphopt.derivatives import normal_form
 from graphopt.runtime.executor import run as execute
 from graphopt.testing.gradients import (
     NamedArrays,
@@ -29,7 +30,6 @@ from graphopt.testing.gradients import (
     gradient_model,
     in_precision,
     in_types,
-    normalized,
     random_seeds,
 )
 from passes.gradients.registry import RULES
@@ -71,14 +71,14 @@ def check(seed: int) -> str:
     how = "dynamic" if seed % 2 else "static"
     proto, point = grown_graph.to_model(dynamic=bool(seed % 2))
     try:
-        model = normalized(proto)
+        model = normal_form(proto)
         differentiated = gradient_model(model)
     except GraphoptError:  # a rule that needs sizes says so, and does not with them
         if how == "static":
             raise
         how = "static, as sizes are needed"
         proto, point = grown_graph.to_model(dynamic=False)
-        model = normalized(proto)
+        model = normal_form(proto)
         differentiated = gradient_model(model)
     outputs, _ = pytorch(model, point, {})
     seeds = random_seeds(outputs)
