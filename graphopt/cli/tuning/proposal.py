@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 HEAD_RATE = "0.005"  # of AdamW, on features of a head that are standardized
 VALIDATION_LOSS = "validation_loss"
-_PLAIN = re.compile(r"[\w./-]*[A-Za-z_./-][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
+_PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
 
 
 @dataclass
@@ -77,8 +77,8 @@ def quoted(text: str) -> str:
     """Return a text as Hydra reads it: in quotes, if it has characters of its grammar.
 
     >>> from graphopt.cli.tuning.proposal import quoted
-    >>> quoted("photos/dogs"), quoted("my photos"), quoted("12")
-    ('photos/dogs', "'my photos'", "'12'")
+    >>> quoted("photos/dogs"), quoted("my photos"), quoted("2026_11"), quoted("1e5"), quoted("-inf")
+    ('photos/dogs', "'my photos'", "'2026_11'", "'1e5'", "'-inf'")
     """
     if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
         return text
