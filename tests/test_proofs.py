@@ -81,6 +81,7 @@ def test_a_browser_notices_a_wrong_kernel_and_takes_another_provider(provider: s
 
 
 @node
+@pytest.mark.skipif(not hasattr(onnxruntime, "AdapterFormat"), reason="this onnxruntime has no adapter files")
 def test_a_browser_remembers_by_all_that_decides_what_is_computed(folders: Any) -> None:
     folder, _ = folders["adapter"]
     found = javascript("remembered.js", folder)

@@ -19,6 +19,7 @@ from twins import assert_trains_as
 
 import graphopt
 import passes
+from graphopt.derivatives import normal_form
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.randomness import uniform
@@ -401,7 +402,7 @@ def test_gradients_through_batch_statistics_equal_finite_differences(shape):
         mean=np.zeros(shape[1]),
         variance=np.ones(shape[1]),
     )
-    trained = testing.normalized(proto)
+    trained = normal_form(proto)
     passes.Parameters()(trained)
     passes.TrainingMode()(trained)
     for statistic in roles.with_role(trained, Role.NEXT):
