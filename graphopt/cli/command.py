@@ -47,6 +47,7 @@ from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
 from graphopt.cli.run_folder import STEP, check_no_run, leave
 from graphopt.cli.schema import recipe_schema
+from graphopt.cli.serving import SERVE, serve
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.tuning.notes import PIXELS
@@ -150,15 +151,16 @@ def _run(arguments: argparse.Namespace) -> None:
         write(Path(arguments.schema), json.dumps(recipe_schema(_RUNS), indent=1))
         print(f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH")
         return
-    words, verbs = with_folders(arguments.arguments), (*_RUNS, TUNE, DOCTOR)
+    words, verbs = with_folders(arguments.arguments), (*_RUNS, TUNE, SERVE, DOCTOR)
     check_words(words, verbs)
-    if arguments.multirun and (one := [word for word in ("compare", DOCTOR, TUNE) if word in words]):
+    if arguments.multirun and (one := [word for word in ("compare", DOCTOR, TUNE, SERVE) if word in words]):
         raise GraphoptError(f"-m: expected a verb that runs several times, found {one[0]}: leave -m out")
-    if DOCTOR in words:
-        if others := [word for word in words if word != DOCTOR]:
-            raise GraphoptError(f"{DOCTOR}: expected no other words, found {' '.join(others)}: leave them out")
-        examine(open_console())
-        return
+    for verb, run in ((DOCTOR, examine), (SERVE, serve)):
+        if verb in words:
+            if others := [word for word in words if word != verb]:
+                raise GraphoptError(f"{verb}: expected no other words, found {' '.join(others)}: leave them out")
+            run(open_console())
+            return
     if TUNE in words and arguments.help:
         print(help_page_of_tune())
         return

@@ -21,11 +21,11 @@ import passes
 from graphopt.data import digits
 
 HERE = Path(__file__).parent
-PACKAGE = Path(graphopt.__file__).parent / "hosts" / "javascript"
+HOSTS = Path(graphopt.__file__).parent / "hosts"
 TESTS = HERE.parent / "javascript" / "test"
 RUNTIME = TESTS / "node_modules" / "onnxruntime-web" / "dist"
 HELD_OUT = 297  # of the 1797 digits, to measure accuracy on
-PAGE = ("index.html", "page.js", "page.css")
+PAGE = (HERE / "index.html", HERE / "page.js", HOSTS / "web" / "page.css", HOSTS / "web" / "curve.js")
 
 
 def main(site: Path = HERE / "site") -> None:
@@ -40,7 +40,7 @@ def main(site: Path = HERE / "site") -> None:
     graphopt.export_hosts(step, site / "host")
     write_explained(site / "host")
     write_digits(site)
-    for path in [*(HERE / name for name in PAGE), *PACKAGE.glob("*.js")]:
+    for path in [*PAGE, *(HOSTS / "javascript").glob("*.js")]:
         shutil.copy(path, site)
     (site / "onnxruntime").mkdir(exist_ok=True)
     for pattern in ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.*"):

@@ -1,6 +1,7 @@
 /** Train a classifier of digits in the browser, show how it goes, and learn the digits that the user draws. */
 
 import * as ort from "./onnxruntime/ort.webgpu.min.mjs";
+import { draw, path, smooth } from "./curve.js";
 import { Trainer, loadFromIndexedDB, saveToIndexedDB } from "./index.js";
 
 const BATCH = 32;
@@ -168,65 +169,8 @@ async function restore() {
 
 // The curve
 
-function smooth(losses) {
-  let mean = 0;
-  return losses.map((loss, i) => (mean += Math.max(0.08, 1 / (i + 1)) * (loss - mean)));
-}
-
 function drawCurve() {
-  const canvas = at("curve");
-  const paper = canvas.getContext("2d");
-  const { width, height } = canvas;
-  const box = { left: 64, right: width - 84, top: 36, bottom: height - 44 };
-  const most = Math.max(STEPS, history.losses.length);
-  const x = (step) => box.left + ((box.right - box.left) * step) / most;
-  const y = (share) => box.bottom - (box.bottom - box.top) * share;
-  const style = getComputedStyle(document.documentElement);
-  const [red, blue, soft, line] = ["--loss", "--accuracy", "--soft", "--line"].map((name) =>
-    style.getPropertyValue(name),
-  );
-  const top = 2.5; // of the axis of losses
-  paper.clearRect(0, 0, width, height);
-  paper.font = "20px system-ui, sans-serif";
-  paper.lineWidth = 1.5;
-  for (let i = 0; i <= 5; i++) {
-    paper.strokeStyle = line;
-    path(paper, [
-      [box.left, y(i / 5)],
-      [box.right, y(i / 5)],
-    ]);
-    text(paper, ((top * i) / 5).toFixed(1), box.left - 12, y(i / 5) + 7, red, "right");
-    text(paper, `${20 * i} %`, box.right + 12, y(i / 5) + 7, blue, "left");
-  }
-  const tick = 100 * Math.ceil(most / 1000);
-  for (let step = 0; step <= most; step += tick) text(paper, step, x(step), height - 12, soft, "center");
-  text(paper, "loss", box.left - 12, 18, red, "right");
-  text(paper, "accuracy", width - 8, 18, blue, "right");
-  text(paper, "steps", (box.left + box.right) / 2, 18, soft, "center");
-  const points = (losses) => losses.map((loss, i) => [x(i + 1), y(Math.min(1, loss / top))]);
-  paper.globalAlpha = 0.25;
-  paper.strokeStyle = red;
-  path(paper, points(history.losses));
-  paper.globalAlpha = 1;
-  paper.lineWidth = 3.5;
-  if (history.losses.length) path(paper, points(smooth(history.losses)));
-  paper.strokeStyle = blue;
-  path(
-    paper,
-    history.accuracies.map(([step, share]) => [x(step), y(share)]),
-  );
-}
-
-function path(paper, points) {
-  paper.beginPath();
-  points.forEach(([x, y]) => paper.lineTo(x, y));
-  paper.stroke();
-}
-
-function text(paper, what, x, y, color, align) {
-  paper.fillStyle = color;
-  paper.textAlign = align;
-  paper.fillText(what, x, y);
+  draw(at("curve"), { losses: history.losses, measured: history.accuracies, steps: STEPS });
 }
 
 // The pad

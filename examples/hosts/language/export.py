@@ -16,11 +16,11 @@ import graphopt
 import passes
 
 HERE = Path(__file__).parent
-PACKAGE = Path(graphopt.__file__).parent / "hosts" / "javascript"
+HOSTS = Path(graphopt.__file__).parent / "hosts"
 MODULES = HERE.parent / "javascript" / "test" / "node_modules"
 RUNTIME = MODULES / "onnxruntime-web" / "dist"
 TOKENIZER = MODULES / "@huggingface" / "tokenizers" / "dist" / "tokenizers.min.mjs"
-PAGE = (HERE / "index.html", HERE / "page.js", HERE / "language.css", HERE.parent / "browser" / "page.css")
+PAGE = (HERE / "index.html", HERE / "page.js", HERE / "language.css", HOSTS / "web" / "page.css")
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -45,7 +45,7 @@ def main(decoder: Path, site: Path = HERE / "site", rank: int = 8) -> None:
         shutil.rmtree(with_slots)
     graphopt.save_folder(graphopt.Executor(step, native=False), with_slots, base=decoder, form="slots")
     (site / "onnxruntime").mkdir(exist_ok=True)
-    for path in [*PAGE, *PACKAGE.glob("*.js"), TOKENIZER, *(decoder / name for name in FILES)]:
+    for path in [*PAGE, *(HOSTS / "javascript").glob("*.js"), TOKENIZER, *(decoder / name for name in FILES)]:
         shutil.copy(path, site)
     for pattern in ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.*"):
         for path in RUNTIME.glob(pattern):

@@ -1,0 +1,47 @@
+/**
+ * Use the page of `graphopt serve` as a visitor does, and print what it shows:
+ * node in_served_page.js ADDRESS MODEL.onnx FOLDER|TABLE.csv TRAINED.onnx FIELDS AS JSON [SCREENSHOT.png]
+ */
+
+import { browser } from "./browser.js";
+
+const [address, model, data, trained, fields, screenshot] = process.argv.slice(2);
+const chromium = await browser();
+const page = await chromium.newPage({ viewport: { width: 1240, height: 1000 } });
+const errors = [];
+page.on("pageerror", (error) => errors.push(error.message));
+const idle = () => page.waitForFunction(() => !document.getElementById("model").disabled, null, { timeout: 120000 });
+const shown = (id) => page.textContent(`#${id}`);
+
+await page.goto(address);
+await idle();
+await page.setInputFiles("#model", model);
+await idle();
+await page.setInputFiles(data.endsWith(".csv") ? "#table" : "#folder", data);
+await idle();
+for (const [id, value] of Object.entries(JSON.parse(fields))) {
+  if (id === "trains") await page.click(`#trains label:has([value=${value}])`);
+  else if (await page.evaluate((id) => document.getElementById(id).tagName === "SELECT", id)) await page.selectOption(`#${id}`, value);
+  else await page.fill(`#${id}`, String(value));
+}
+await page.click("#train");
+await idle();
+const [status, what] = [await shown("status"), await shown("what")];
+const found = { status, what, ...(await page.evaluate(async () => (await import("./page.js")).history)), errors };
+if (screenshot) await page.screenshot({ path: screenshot });
+if (found.losses.length) {
+  found.orders = await page.evaluate(async (epochs) => {
+    const [{ shuffled, training }, many] = [await import("./page.js"), Array.from({ length: epochs }, (_, i) => i)];
+    return many.map((epoch) => shuffled(training(), epoch));
+  }, JSON.parse(fields).epochs);
+  const downloading = page.waitForEvent("download");
+  await page.click("#download");
+  await (await downloading).saveAs(trained);
+  await idle();
+  found.downloaded = await shown("status");
+  await page.click("#reset");
+  await idle();
+  found.again = await page.evaluate(async () => (await import("./page.js")).history.measured);
+}
+await chromium.close();
+console.log(JSON.stringify(found));

@@ -1,0 +1,23 @@
+/** The compiler, as the page calls it: the one place that knows where it runs. */
+
+import { safetensors } from "./files.js";
+
+const token = location.hash.slice(1); // of graphopt serve
+
+/**
+ * Return the files of a host folder by name.
+ *
+ * @param {Uint8Array} model an ONNX file
+ * @param {object} choice as graphopt.hosts.for_page.Choice has it
+ */
+export async function compile(model, choice) {
+  const headers = { authorization: `Bearer ${token}`, "graphopt-choice": JSON.stringify(choice) };
+  const response = await fetch("/compile", { method: "POST", body: model, headers }).catch(() => {
+    throw new Error("graphopt serve: expected it to run, found no answer: start it again, and open its address");
+  });
+  if (!response.ok) throw new Error((await response.text()).trim());
+  const { entries, numbers } = safetensors(new Uint8Array(await response.arrayBuffer()));
+  return Object.fromEntries(
+    Object.entries(entries).map(([name, { data_offsets: [from, to] }]) => [name, numbers.slice(from, to)]),
+  );
+}

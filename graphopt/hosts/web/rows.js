@@ -1,0 +1,157 @@
+/** Read a visitor's pictures and tables as rows: `{ kind, names, count, of, target, labels }`. */
+
+const PICTURE = /\.(png|jpe?g|webp|gif|bmp|avif)$/i;
+const MOST_CLASSES = 20; // of a column of whole numbers that is taken for classes
+const OPEN_SIZE = 224; // pixels, where the model takes any
+const SHOWN = 40; // characters of a cell in a message
+
+/** What pixels from 0 to 1 become, by the words of `graphopt tune --pixels`: a mean and a scale of each channel. */
+export const PIXELS = {
+  unit: [[0], [1]],
+  symmetric: [[0.5], [0.5]],
+  imagenet: [
+    [0.485, 0.456, 0.406],
+    [0.229, 0.224, 0.225],
+  ],
+  bytes: [[0], [1 / 255]],
+};
+
+/** Return files of pictures with their classes: the name of the folder that each lies in. */
+export function pictures(files) {
+  const found = files.filter(({ path }) => PICTURE.test(path)).map(({ file, path }) => ({ file, parts: path.split("/") }));
+  const named = found.filter(({ parts }) => parts.length > 1).sort((a, b) => (a.parts.join("/") < b.parts.join("/") ? -1 : 1));
+  const labels = [...new Set(named.map(({ parts }) => parts.at(-2)))].sort();
+  if (labels.length < 2)
+    throw new Error(`pictures: expected a folder for each of two classes or more, found ${labels.length || "no folder of pictures"}`);
+  return {
+    kind: "pictures",
+    labels,
+    count: named.length,
+    files: named.map(({ file }) => file),
+    classes: named.map(({ parts }) => labels.indexOf(parts.at(-2))),
+  };
+}
+
+/** Return the cells of a text of comma-separated values (RFC 4180), also with semicolons or tabs. */
+export function cells(text) {
+  const first = text.slice(0, text.indexOf("\n") + 1 || undefined);
+  const delimiter = ["\t", ";", ","].find((one) => first.includes(one)) ?? ",";
+  const [rows, quoted] = [[[""]], /"/y];
+  for (let at = 0, inside = false; at < text.length; at++) {
+    const [row, mark] = [rows.at(-1), text[at]];
+    quoted.lastIndex = at + 1;
+    if (inside && mark === '"' && quoted.test(text)) row[row.length - 1] += text[at++];
+    else if (mark === '"') inside = !inside;
+    else if (!inside && mark === delimiter) row.push("");
+    else if (!inside && mark === "\n") rows.push([""]);
+    else if (inside || mark !== "\r") row[row.length - 1] += mark;
+  }
+  return rows.filter((row) => row.length > 1 || row[0].trim());
+}
+
+/** Return a table whose first row names its columns. */
+export function table(text) {
+  const [names, ...rows] = cells(text.replace(/^\uFEFF/, ""));
+  if (!names || names.length < 2 || rows.length < 2)
+    throw new Error("table: expected a row of names, two columns or more and two rows or more, found fewer");
+  const wrong = rows.findIndex((row) => row.length !== names.length);
+  if (wrong >= 0)
+    throw new Error(`table: row ${wrong + 2}: expected ${names.length} cells, as in the first row, found ${rows[wrong].length}`);
+  return { kind: "table", names, rows, count: rows.length };
+}
+
+const isNumber = (cell) => cell.trim() !== "" && Number.isFinite(Number(cell));
+
+/** Return a table with the classes or the numbers of its target, and its other columns as numbers. */
+export function withTarget(data, target) {
+  const at = data.names.indexOf(target);
+  const column = data.rows.map((row) => row[at]);
+  const others = data.names.map((name, i) => [name, i]).filter(([, i]) => i !== at);
+  const numbers = new Float32Array(data.count * others.length);
+  data.rows.forEach((row, i) =>
+    others.forEach(([name, from], j) => {
+      if (!isNumber(row[from]))
+        throw new Error(
+          `table: row ${i + 2}: column '${name}': expected a number, found '${row[from].slice(0, SHOWN)}': leave the column out`,
+        );
+      numbers[i * others.length + j] = Number(row[from]);
+    }),
+  );
+  const values = [...new Set(column)];
+  const isOfClasses = !column.every(isNumber) || (values.length <= MOST_CLASSES && column.every((cell) => Number.isInteger(Number(cell))));
+  const labels = isOfClasses ? values.sort((a, b) => (isNumber(a) && isNumber(b) ? a - b : a < b ? -1 : 1)) : undefined;
+  return {
+    ...data,
+    target,
+    width: others.length,
+    numbers,
+    labels,
+    classes: labels && column.map((cell) => labels.indexOf(cell)),
+    values: column.map(Number),
+  };
+}
+
+/** Return the features of each row in the shape that a model takes, as [numbers of a row, all numbers]. */
+export async function features(data, shape, pixels, progress) {
+  if (data.kind === "table") {
+    const width = shape.slice(1).reduce((a, b) => a * b, 1);
+    if (width !== data.width)
+      throw new Error(
+        `table: expected ${width} columns beside the target, as the model takes, found ${data.width}: leave out or add some`,
+      );
+    return [width, data.numbers];
+  }
+  if (shape.length !== 4) throw new Error(`the model: expected an input of pictures, [rows, channels, height, width], found [${shape}]`);
+  const isFirst = [1, 3].includes(shape[1]) || ![1, 3].includes(shape[3]); // channels
+  const [channels, height, width] = isFirst ? shape.slice(1) : [shape[3], shape[1], shape[2]];
+  const size = [width, height].map((pixel) => (Number.isInteger(pixel) ? pixel : OPEN_SIZE));
+  if (![1, 3].includes(channels)) throw new Error(`the model: expected pictures of 1 or 3 channels, found [${shape}]`);
+  const of = size[0] * size[1] * channels;
+  const all = new Float32Array(data.count * of);
+  for (const [i, file] of data.files.entries()) {
+    all.set(await picture(file, size, channels, isFirst, PIXELS[pixels]), i * of);
+    if (i % 16 === 15) await progress(i + 1);
+  }
+  return [of, all];
+}
+
+/** Return a picture as numbers: as large as it fits over the size, its middle, each channel less a mean by a scale. */
+async function picture(file, [width, height], channels, isFirst, [means, scales]) {
+  const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
+    throw new Error(`${file.name}: expected a picture that this browser reads`);
+  });
+  const larger = Math.max(width / bitmap.width, height / bitmap.height);
+  const [w, h] = [bitmap.width * larger, bitmap.height * larger];
+  const paper = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  paper.imageSmoothingQuality = "high";
+  paper.drawImage(bitmap, (width - w) / 2, (height - h) / 2, w, h);
+  bitmap.close();
+  const { data } = paper.getImageData(0, 0, width, height);
+  const count = width * height;
+  const numbers = new Float32Array(count * channels);
+  for (let i = 0; i < count; i++) {
+    const colors = data.subarray(4 * i, 4 * i + 3);
+    for (let c = 0; c < channels; c++) {
+      const value = (channels === 3 ? colors[c] : 0.299 * colors[0] + 0.587 * colors[1] + 0.114 * colors[2]) / 255;
+      numbers[isFirst ? c * count + i : i * channels + c] = (value - (means[c] ?? means[0])) / (scales[c] ?? scales[0]);
+    }
+  }
+  return numbers;
+}
+
+/** Return the files of a drop, also in folders, with their paths. */
+export async function dropped(items) {
+  const found = [];
+  const walk = async (entry, path) => {
+    if (entry.isFile) return found.push({ file: await new Promise((done, fail) => entry.file(done, fail)), path: path + entry.name });
+    const reader = entry.createReader();
+    for (;;) {
+      const some = await new Promise((done, fail) => reader.readEntries(done, fail));
+      if (!some.length) return;
+      for (const one of some) await walk(one, `${path}${entry.name}/`);
+    }
+  };
+  const entries = [...items].map((item) => item.webkitGetAsEntry()).filter(Boolean); // before the first await
+  for (const entry of entries) await walk(entry, "");
+  return found;
+}

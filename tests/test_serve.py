@@ -1,0 +1,356 @@
+"""`graphopt serve`: a page trains any model file as Python does, and its server answers no one else."""
+
+from __future__ import annotations
+
+import csv
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from PIL import Image
+from test_hosts_javascript import CHROMIUM, TESTS, javascript
+
+import graphopt
+import passes
+from graphopt import cli, models
+from graphopt.errors import GraphoptError
+from graphopt.hosts.for_page import Choice, compile_for_page
+from graphopt.hosts.server import MOST_BYTES, PageServer
+
+RUNTIME = TESTS / "node_modules" / "onnxruntime-web" / "dist"
+MODEL = ir.to_proto(models.mlp((4,), 3, hidden=[8])).SerializeToString()
+LABELS = ["ant", "bee", "cow"]
+ROOT = Path(graphopt.__file__).parents[1]
+
+needs_runtime = pytest.mark.skipif(
+    not RUNTIME.exists(), reason="needs `npm install --prefix examples/hosts/javascript/test`"
+)
+
+
+@pytest.mark.slow
+def test_the_compiler_needs_no_runtime_and_starts_no_process(tmp_path: Path) -> None:
+    """So it can run where Python is compiled to WebAssembly; the graphs are those that a server writes."""
+    (tmp_path / "model.onnx").write_bytes(MODEL)
+    program = """
+import sys
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("onnxruntime", "hydra", "torch", "rich"):
+            raise ImportError(f"{name} is refused")
+sys.meta_path.insert(0, Refusing())
+from pathlib import Path
+from graphopt.hosts.for_page import Choice, compile_for_page
+def refuse(event, arguments):
+    if event.startswith(("subprocess", "os.exec", "os.fork", "os.spawn", "os.system", "os.posix_spawn")):
+        raise RuntimeError(event)
+sys.addaudithook(refuse)
+files = compile_for_page(Path("model.onnx").read_bytes(), Choice(trains=sys.argv[1], outputs=5, rank=2))
+for name, file in files.items():
+    Path(name).write_bytes(file)
+"""
+    for trains in ("head", "lora", "all"):
+        folder = tmp_path / trains
+        folder.mkdir()
+        shutil.copy(tmp_path / "model.onnx", folder)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", program, trains], cwd=folder, env=environment, check=True)
+        written = compile_for_page(MODEL, Choice(trains=trains, outputs=5, rank=2))  # type: ignore[arg-type]
+        assert (folder / "state.safetensors").read_bytes() == written["state.safetensors"]
+        graphs = [onnx.load_from_string(x).graph for x in ((folder / "train.onnx").read_bytes(), written["train.onnx"])]
+        assert graphs[0] == graphs[1]
+        assert "proof.safetensors" in written and not (folder / "proof.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([], "choice: expected fields by name, found a list"),
+        ({"train": "all"}, "choice: unknown field 'train', nearest: 'trains'"),
+        ({"trains": "everything"}, "Choice(trains='everything'): expected 'head', 'lora' or 'all'"),
+        ({"outputs": 1.5}, "Choice(outputs=1.5): expected a whole number"),
+        ({"outputs": 10**9}, "expected a whole number in [1, 1000000]"),
+        ({"learning_rate": float("nan")}, "Choice(learning_rate=nan): expected"),
+        ({"device": "../wasm"}, "expected 'wasm' or 'webgpu'"),
+    ],
+)
+def test_a_wrong_choice_is_told(said: object, message: str) -> None:
+    with pytest.raises(GraphoptError) as error:
+        Choice.of(said)
+    assert message in str(error.value), error.value
+
+
+def test_a_model_that_does_not_fit_is_told() -> None:
+    outside = onnx.load_from_string(MODEL)
+    onnx.external_data_helper.set_external_data(outside.graph.initializer[0], "/etc/passwd", 0, 16)
+    outside.graph.initializer[0].ClearField("raw_data")
+    for model, message in ((b"PK", "expected an ONNX model"), (outside.SerializeToString(), "expected 128 bytes")):
+        with pytest.raises(GraphoptError, match=message):
+            compile_for_page(model, Choice(outputs=3))
+
+
+@pytest.fixture(name="server")
+def _server() -> Iterator[PageServer]:
+    with PageServer(RUNTIME) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def answer(
+    server: PageServer, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
+) -> tuple[int, bytes]:
+    """Return the status and the content of an answer to exactly these headers."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, values in headers.items():
+        for value in values.split("\n"):
+            connection.putheader(name, value)
+    connection.endheaders(body)
+    with connection.getresponse() as response:
+        content = response.read()
+    connection.close()
+    return response.status, content
+
+
+@needs_runtime
+def test_the_server_answers_its_page_alone(server: PageServer) -> None:
+    host = f"127.0.0.1:{server.server_port}"
+    page = {"Host": host}
+    assert answer(server, "GET", "/", page)[0] == answer(server, "GET", "/page.js?x", page)[0] == 200
+    assert (
+        answer(server, "GET", "/onnxruntime/ort.webgpu.min.mjs", {"Host": host.replace("127.0.0.1", "localhost")})[0]
+        == 200
+    )
+    for path in (
+        "/../../pyproject.toml",
+        "//etc/passwd",
+        "/package.json",
+        "/README.md",
+        "/%70age.js",
+        "/compile",
+        "/onnxruntime/",
+    ):
+        assert answer(server, "GET", path, page)[0] == 404, path
+    for other in (
+        "evil.example",
+        f"evil.example:{server.server_port}",
+        "127.0.0.1",
+        f"{host}\n{host}",
+        f"0.0.0.0:{server.server_port}",
+    ):
+        assert answer(server, "GET", "/", {"Host": other})[0] == 421, other
+    assert answer(server, "GET", "/", {})[0] == 421
+
+    ours = {
+        **page,
+        "Origin": f"http://{host}",
+        "Authorization": f"Bearer {server.token}",
+        "Content-Length": str(len(MODEL)),
+        "graphopt-choice": json.dumps({"trains": "all", "outputs": 3}),
+    }
+
+    def post(path: str = "/compile", **changed: str | None) -> tuple[int, str]:
+        headers = {name: text for name, text in {**ours, **changed}.items() if text is not None}
+        status, content = answer(server, "POST", path, headers, MODEL)
+        return status, "" if status == 200 else content.decode()
+
+    assert post()[0] == 200
+    for changed in (
+        {"Origin": None},
+        {"Origin": "null"},
+        {"Origin": "http://evil.example"},
+        {"Origin": f"https://{host}"},
+        {"Authorization": None},
+        {"Authorization": "Bearer "},
+        {"Authorization": server.token},
+        {"Authorization": "Bearer é"},
+    ):
+        assert post(**changed)[0] == 403, changed
+    assert post(Host="evil.example")[0] == 421
+    assert post("/other")[0] == 404
+    for length in (None, "0", "-1", "+5", "1e3", str(MOST_BYTES + 1), "9" * 30, "²"):
+        assert post(**{"Content-Length": length})[0] in (400, 413), length
+    assert post(**{"graphopt-choice": "x" * 5000})[0] == 413
+    for choice, message in (
+        ("{", "choice: "),
+        ('{"trains": "x"}', "expected 'head'"),
+        ('{"trains": "lora", "outputs": 3, "rank": 9}', "rank"),
+    ):
+        status, text = post(**{"graphopt-choice": choice})
+        assert status == 422 and message in text and "\n" not in text, text
+    assert answer(server, "OPTIONS", "/compile", {"Host": host, "Origin": "http://evil.example"})[0] == 501
+    assert post()[0] == 200  # it goes on
+
+
+def test_the_command_tells_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["serve"]) == 1
+    assert "npm install onnxruntime-web" in capsys.readouterr().err
+    (tmp_path / "node_modules" / "onnxruntime-web" / "dist").mkdir(parents=True)
+    assert cli.main(["serve"]) == 1
+    assert "ort.webgpu.min.mjs: expected a file of the page, found none" in capsys.readouterr().err
+    assert cli.main(["serve", "port=80"]) == 1
+    assert "serve: expected no other words, found port=80" in capsys.readouterr().err
+
+
+@needs_runtime
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-u", "-m", "graphopt", "serve"]
+    with subprocess.Popen(command, cwd=TESTS, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert "http://127.0.0.1:" in said and "#" in said, said
+        assert process.wait() == 128 + signal.SIGTERM
+
+
+def write_table(path: Path, classes: bool) -> dict[str, np.ndarray]:
+    """Write a table of 4 columns and a target, and return it as arrays."""
+    generator = np.random.default_rng(0)
+    kinds = np.arange(60) % 3
+    x = np.round(generator.standard_normal((60, 4)) + 2 * np.eye(4)[kinds], 4).astype(np.float32)
+    numbers = np.round(x @ [0.5, -1.0, 2.0, 0.25], 4).astype(np.float32)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["size, in cm", "b", "c", "d", "target"])
+        writer.writerows([*row, LABELS[kind] if classes else y] for row, kind, y in zip(x, kinds, numbers, strict=True))
+    return {"x": x, "target": kinds if classes else numbers[:, None]}
+
+
+def write_pictures(folder: Path) -> dict[str, np.ndarray]:
+    """Write pictures of three classes, and return them as torchvision standardizes them."""
+    generator, arrays, targets = np.random.default_rng(1), [], []
+    for kind, label in enumerate(LABELS):
+        (folder / label).mkdir(parents=True)
+        for i in range(6):
+            pixels = generator.integers(0, 150, (24, 24, 3))
+            pixels[..., kind] += 100
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{i}.png")
+            arrays.append((pixels / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225])
+            targets.append(kind)
+    return {"x": np.stack(arrays).transpose(0, 3, 1, 2).astype(np.float32), "target": np.array(targets)}
+
+
+def write_residual(path: Path) -> None:
+    """Write a residual network in PyTorch as torchvision's are exported: for one picture, of ten classes."""
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+
+    class Block(nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, before: int, after: int) -> None:
+            super().__init__()
+            self.conv1 = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+            self.bn1, self.bn2 = nn.BatchNorm2d(after), nn.BatchNorm2d(after)
+            self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+            self.downsample = nn.Conv2d(before, after, 1, stride=2, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            y = torch.relu(self.bn1(self.conv1(x)))
+            return torch.relu(self.bn2(self.conv2(y)) + self.downsample(x))
+
+    torch.manual_seed(0)
+    stem = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    net = nn.Sequential(*stem, Block(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).eval()
+    graphopt.export(net, torch.zeros(1, 3, 24, 24), path)
+
+
+def trained(trains: str) -> dict[str, Any]:
+    if trains == "all":
+        return {"parameters": passes.Parameters(unfreeze=["*.weight", "*.bias"]), "adapter": passes.Head(classes=3)}
+    heads = [passes.Head(classes=3)]
+    return {"adapter": [passes.LoRA(rank=2), *heads] if trains == "lora" else heads}
+
+
+CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any], dict[str, Any]]] = {
+    "table of classes": (
+        lambda path: graphopt.save(models.mlp((4,), 3, hidden=[12]), path),
+        {"trains": "all", "rate": 0.01, "batch": 20, "epochs": 4},
+        {"loss": passes.CrossEntropy(), "optimizer": passes.AdamW(0.01)},
+    ),
+    "table of numbers": (
+        lambda path: graphopt.save(models.mlp((4,), 1, hidden=[12]), path),
+        {"trains": "all", "rate": 0.01, "batch": 7, "epochs": 3, "optimizer": "sgd"},
+        {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01, momentum=0.9)},
+    ),
+    **{
+        f"pictures, {trains}": (
+            write_residual,
+            {"trains": trains, "rate": 0.02, "batch": 8, "epochs": 2, "optimizer": "sgd", "rank": 2},
+            {
+                "normalize": passes.Normalize(batch="free"),
+                "loss": passes.CrossEntropy(),
+                "optimizer": passes.SGD(0.02, momentum=0.9),
+                **trained(trains),
+            },
+        )
+        for trains in ("head", "lora", "all")
+    },
+}
+
+
+@needs_runtime
+@pytest.mark.slow
+@pytest.mark.usefixtures("plain")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_the_page_trains_as_python_does(name: str, server: PageServer, tmp_path: Path) -> None:
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"needs Chromium at {CHROMIUM}")
+    write_model, fields, steps = CASES[name]
+    write_model(tmp_path / "net.onnx")
+    if name.startswith("table"):
+        data = tmp_path / "rows.csv"
+        arrays = write_table(data, classes="classes" in name)
+    else:
+        data = tmp_path / "pictures"
+        arrays = write_pictures(data)
+    fields = dict(fields)
+    if fields["trains"] != "lora":
+        fields.pop("rank", None)
+    files = (tmp_path / "net.onnx", data, tmp_path / "net.trained.onnx")
+    found = javascript("in_served_page.js", server.address, *files, json.dumps(fields))
+    assert found["errors"] == [] and found["status"] == "Trained. Download the model, or train on.", found
+    assert "The first step is proven on this device." in found["what"]
+
+    step = graphopt.compile(tmp_path / "net.onnx", clip=passes.ClipGlobalNorm(1.0), **steps)
+    executor, losses = graphopt.Executor(step, threads=1), []
+    for order in found["orders"]:
+        assert len({*order}) == len(order) and not [row for row in order if row % 5 == 4]
+        for start in range(0, len(order), fields["batch"]):
+            batch = {key: array[order[start : start + fields["batch"]]] for key, array in arrays.items()}
+            losses.append(float(executor.step(dict(zip(step_feeds(step), batch.values(), strict=True)))["loss"]))
+    np.testing.assert_allclose(found["losses"], losses, rtol=1e-4)
+    (read,) = (x.name for x in graphopt.load(tmp_path / "net.trained.onnx").graph.inputs)
+    (expected,) = graphopt.run(executor.trained(), {read: arrays["x"]}).values()
+    (predicted,) = graphopt.run(tmp_path / "net.trained.onnx", {read: arrays["x"]}).values()
+    np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-4)
+    held_out, (_, measured) = np.arange(4, len(arrays["x"]), 5), found["measured"][-1]
+    right = expected[held_out].argmax(axis=-1) == arrays["target"][held_out]
+    errors = np.square(expected[held_out] - arrays["target"][held_out]) if "numbers" in name else right
+    np.testing.assert_allclose(measured, errors.mean(), rtol=1e-3)
+    np.testing.assert_allclose(found["again"][-1], found["measured"][0])  # of the initial weights
+
+
+def step_feeds(step: ir.Model) -> list[str]:
+    """Return the names of the data and of the target that a training graph reads."""
+    from graphopt.graph.roles import FED, with_role
+
+    return [str(x.name) for x in with_role(step, *FED)]
