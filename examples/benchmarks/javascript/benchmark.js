@@ -1,7 +1,7 @@
 /**
  * Time training steps in Node and in headless Chromium beside TensorFlow.js and jax-js, on the same weights and batches.
  *
- * python export.py && npm install && npm install --prefix ../../hosts/javascript/test && node benchmark.js [mlp] [cnn] [node] [wasm] [threads] [gpu]
+ * python export.py && npm install && npm install --prefix ../../hosts/javascript/test && node benchmark.js [mlp] [cnn] [transformer] [node] [wasm] [threads] [gpu]
  */
 
 import { readFile } from "node:fs/promises";
@@ -134,7 +134,7 @@ const HOSTS = {
 
 const asked = (known) => known.filter((name) => process.argv.includes(name));
 const chosen = (known) => (asked(known).length ? asked(known) : known);
-for (const model of chosen(["mlp", "cnn"])) {
+for (const model of chosen(["mlp", "cnn", "transformer"])) {
   for (const host of chosen(Object.keys(HOSTS))) table(`${model}, ${host}`, await HOSTS[host](model));
 }
 process.exit(0);

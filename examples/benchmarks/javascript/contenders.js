@@ -7,29 +7,42 @@ import { Trainer } from "../../../graphopt/hosts/javascript/index.js";
 
 const RATE = 1e-3;
 const CLASSES = 10;
+const HEADS = 4; // of the transformer
 const [FIRST, SECOND, EPSILON] = [0.9, 0.999, 1e-8]; // of Adam
 
-/** Read a host folder, its initial weights as [weight, bias] of each layer, and batches. */
+/** Read a host folder, its initial weights by name and as [weight, bias] of each layer, and batches. */
 export async function problem(files) {
   const host = JSON.parse(new TextDecoder().decode(await files("host.json")));
   const state = await files("state.safetensors");
-  const layers = {};
+  const [layers, weights] = [{}, {}];
   for (const { name, role, offset, bytes, shape } of host.state.filter(({ role }) => role === "parameter")) {
     const [, place, kind] = name.split(".");
-    (layers[place] ??= {})[kind] = { data: new Float32Array(state.slice(offset, offset + bytes).buffer), shape };
+    weights[name] = { data: new Float32Array(state.slice(offset, offset + bytes).buffer), shape };
+    if (name.startsWith("layers.")) (layers[place] ??= {})[kind] = weights[name];
   }
   const features = host.feeds[0].shape.slice(1);
   const size = features.reduce((a, b) => a * b);
   const x = new Float32Array((await files("x.bin")).slice().buffer);
   const target = await files("target.bin");
-  const rows = target.length / 16;
+  const rows = x.length / size / 16;
+  const positions = target.length / rows / 16; // that have a class: 1, or those of a sequence
   const batches = Array.from({ length: 16 }, (_, i) => ({
     x: x.subarray(i * rows * size, (i + 1) * rows * size),
-    target: target.subarray(i * rows, (i + 1) * rows),
+    target: target.subarray(i * rows * positions, (i + 1) * rows * positions),
   }));
   const ordered = Object.keys(layers).sort((a, b) => a - b);
-  return { files, features, rows, batches, layers: ordered.map((key) => [layers[key].weight, layers[key].bias]) };
+  return {
+    files,
+    features,
+    rows,
+    batches,
+    weights,
+    isOfTokens: host.feeds[0].type === "int64",
+    layers: ordered.map((key) => [layers[key].weight, layers[key].bias]),
+  };
 }
+
+const mapped = (object, f) => Object.fromEntries(Object.entries(object).map(([key, value]) => [key, f(value)]));
 
 function batchesOf(batches, convert) {
   const converted = batches.map(convert);
@@ -37,9 +50,44 @@ function batchesOf(batches, convert) {
   return () => converted[next++ % converted.length];
 }
 
+/** Return a float for each class of each label. */
+function oneHot(labels) {
+  const all = new Float32Array(labels.length * CLASSES);
+  labels.forEach((label, i) => (all[i * CLASSES + label] = 1));
+  return all;
+}
+
+/**
+ * Return the logits of the transformer, [rows * positions, classes], in the operators of a library.
+ *
+ * @param {object} ops of the library; `keep` returns a value that is used again
+ * @param {object} w the weights by name
+ * @param x tokens, as a float for each word, [rows * positions, words]
+ */
+function encoder({ keep, matmul, transpose, softmax, relu, normal }, w, x, rows) {
+  const [length, width] = w.positions.shape;
+  const linear = (h, name) => matmul(h, w[`${name}.weight`]).add(w[`${name}.bias`]);
+  const norm = (h, name) => normal(h).mul(w[`${name}.scale`]).add(w[`${name}.bias`]);
+  const split = (h, axes) => transpose(h.reshape([rows, length, HEADS, width / HEADS]), axes);
+  let h = matmul(x, w.embedding).reshape([rows, length, width]).add(w.positions).reshape([rows * length, width]);
+  for (let i = 0; `blocks.${i}.hidden.weight` in w; i++) {
+    const [block, attention] = [`blocks.${i}`, `blocks.${i}.attention`];
+    const n = norm(keep(h), `${attention}_norm`);
+    const query = split(linear(keep(n), `${attention}.query`), [0, 2, 1, 3]);
+    const key = split(linear(keep(n), `${attention}.key`), [0, 2, 3, 1]);
+    const value = split(linear(n, `${attention}.value`), [0, 2, 1, 3]);
+    const shares = softmax(matmul(query, key).mul(1 / Math.sqrt(width / HEADS)));
+    const mixed = transpose(matmul(shares, value), [0, 2, 1, 3]).reshape([rows * length, width]);
+    h = h.add(linear(mixed, `${attention}.output`));
+    const hidden = relu(linear(norm(keep(h), `${block}.hidden_norm`), `${block}.hidden`));
+    h = h.add(linear(hidden, `${block}.output`));
+  }
+  return linear(norm(h, "norm"), "head");
+}
+
 /** Train with graphopt, `together` steps in a call. */
 export function graphopt(ort, { executionProviders, together = 1, threads = 1 }) {
-  return async ({ files, batches }) => {
+  return async ({ files, batches, isOfTokens }) => {
     const trainer = await Trainer.create(ort, files, {
       ...(executionProviders && { executionProviders }),
       intraOpNumThreads: threads,
@@ -47,14 +95,17 @@ export function graphopt(ort, { executionProviders, together = 1, threads = 1 })
       stepsPerCall: together,
       report: ["loss"],
     });
-    const next = batchesOf(batches, ({ x, target }) => ({ x, target: BigInt64Array.from(target, BigInt) }));
+    const next = batchesOf(batches, ({ x, target }) => ({
+      x: isOfTokens ? BigInt64Array.from(x, BigInt) : x,
+      target: BigInt64Array.from(target, BigInt),
+    }));
     return async (count) => (await trainer.run(Array.from({ length: count }, next))).map(({ loss }) => loss);
   };
 }
 
 /** Train with TensorFlow.js, whose backend is set. */
 export function tensorflow(tf) {
-  return async ({ layers, batches, features, rows }) => {
+  return async ({ layers, batches, features, rows, weights, isOfTokens }) => {
     const images = features.length === 3;
     const convolutions = images ? layers.filter(([weight]) => weight.shape.length === 4).length : 0;
     const side = images ? features[1] >> convolutions : 0;
@@ -67,7 +118,20 @@ export function tensorflow(tf) {
       }
       return [tf.variable(w), tf.variable(tf.tensor(bias.data, bias.shape))];
     });
+    const ops = {
+      keep: (x) => x,
+      matmul: tf.matMul,
+      transpose: tf.transpose,
+      softmax: tf.softmax,
+      relu: tf.relu,
+      normal: (x) => {
+        const centred = x.sub(x.mean(-1, true));
+        return centred.mul(centred.square().mean(-1, true).add(1e-5).rsqrt());
+      },
+    };
+    const named = isOfTokens && mapped(weights, ({ data, shape }) => tf.variable(tf.tensor(data, shape)));
     const forward = (x) => {
+      if (isOfTokens) return encoder(ops, named, x, rows);
       let h = x;
       variables.forEach(([w, b], i) => {
         if (i === convolutions && images) h = h.reshape([rows, -1]);
@@ -79,8 +143,8 @@ export function tensorflow(tf) {
     };
     const optimizer = tf.train.adam(RATE, FIRST, SECOND, EPSILON);
     const next = batchesOf(batches, ({ x, target }) => [
-      images ? tf.tensor(x, [rows, ...features]).transpose([0, 2, 3, 1]) : tf.tensor(x, [rows, ...features]),
-      tf.oneHot(tf.tensor1d(Int32Array.from(target), "int32"), CLASSES),
+      isOfTokens ? tf.tensor(oneHot(x), [x.length, CLASSES]) : images ? tf.tensor(x, [rows, ...features]).transpose([0, 2, 3, 1]) : tf.tensor(x, [rows, ...features]),
+      tf.tensor(oneHot(target), [target.length, CLASSES]),
     ]);
     return async (count) => {
       const losses = [];
@@ -97,8 +161,17 @@ export function tensorflow(tf) {
 
 /** Train with jax-js, whose device is set: one compiled function is a step. */
 export function jaxjs({ numpy: np, nn, lax, jit, valueAndGrad, tree }) {
-  return async ({ layers, batches, features, rows }) => {
+  return async ({ layers, batches, features, rows, weights, isOfTokens }) => {
+    const ops = {
+      keep: (x) => x.ref,
+      matmul: np.matmul,
+      transpose: np.transpose,
+      softmax: (x) => nn.softmax(x, -1),
+      relu: nn.relu,
+      normal: (x) => nn.standardize(x, -1, { epsilon: 1e-5 }),
+    };
     const forward = (parameters, x) => {
+      if (isOfTokens) return encoder(ops, parameters, x, rows);
       let h = x;
       parameters.forEach(([w, b], i) => {
         if (w.shape.length === 4) {
@@ -113,12 +186,10 @@ export function jaxjs({ numpy: np, nn, lax, jit, valueAndGrad, tree }) {
       });
       return h;
     };
-    const lossOf = (parameters, x, t) =>
-      nn
-        .logSoftmax(forward(parameters, x))
-        .mul(t)
-        .sum()
-        .mul(-1 / rows);
+    const lossOf = (parameters, x, t) => {
+      const share = -CLASSES / t.size;
+      return nn.logSoftmax(forward(parameters, x)).mul(t).sum().mul(share);
+    };
     const step = jit((parameters, first, second, corrections, x, t) => {
       const [loss, gradients] = valueAndGrad(lossOf)(tree.ref(parameters), x, t);
       const [c1, c2] = corrections;
@@ -136,14 +207,14 @@ export function jaxjs({ numpy: np, nn, lax, jit, valueAndGrad, tree }) {
       c2.dispose();
       return [loss, updated, m, v];
     });
-    let parameters = layers.map((layer) => layer.map(({ data, shape }) => np.array(data).reshape(shape)));
-    let first = layers.map((layer) => layer.map(({ shape }) => np.zeros(shape)));
-    let second = layers.map((layer) => layer.map(({ shape }) => np.zeros(shape)));
-    const next = batchesOf(batches, ({ x, target }) => {
-      const t = new Float32Array(rows * CLASSES);
-      target.forEach((label, row) => (t[row * CLASSES + label] = 1));
-      return [np.array(x).reshape([rows, ...features]), np.array(t).reshape([rows, CLASSES])];
-    });
+    const made = (make) => (isOfTokens ? mapped(weights, make) : layers.map((layer) => layer.map(make)));
+    let parameters = made(({ data, shape }) => np.array(data).reshape(shape));
+    let first = made(({ shape }) => np.zeros(shape));
+    let second = made(({ shape }) => np.zeros(shape));
+    const next = batchesOf(batches, ({ x, target }) => [
+      isOfTokens ? np.array(oneHot(x)).reshape([x.length, CLASSES]) : np.array(x).reshape([rows, ...features]),
+      np.array(oneHot(target)).reshape([target.length, CLASSES]),
+    ]);
     let steps = 0;
     return async (count) => {
       const losses = [];
