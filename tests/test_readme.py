@@ -152,6 +152,8 @@ def test_the_commands_run(page: Path, folder_of: Callable[[Path], Path], run_on:
         searches_here = command.startswith("python -m ")
         program, *arguments = shlex.split(command.removeprefix("python -m "), comments=True)
         assert program == "graphopt"
+        if arguments == ["serve"]:  # until Ctrl-C: tests/test_serve.py
+            continue
         if lacking(command):
             left_out.append(command)
             continue
