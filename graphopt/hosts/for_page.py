@@ -100,7 +100,7 @@ def compile_for_page(model: bytes, choice: Choice) -> dict[str, bytes]:
     is_new = choice.trains == "head" or [*dims_of(output)[-1:]] != [choice.outputs]
     adapters = [passes.LoRA(rank=choice.rank)] if choice.trains == "lora" else []
     heads = [passes.Head(output=name_of(output), classes=choice.outputs)] if is_new else []
-    optimizers = {"adamw": passes.AdamW, "sgd": lambda rate: passes.SGD(rate, momentum=0.9)}
+    rate = choice.learning_rate
     step = compile(
         loaded,
         normalize=normalize,
@@ -108,7 +108,7 @@ def compile_for_page(model: bytes, choice: Choice) -> dict[str, bytes]:
         parameters=passes.Parameters(unfreeze=_trained(normal) if is_new and choice.trains == "all" else None),
         loss=loss if is_of_classes else passes.MeanSquaredError(output=name_of(output)),
         clip=passes.ClipGlobalNorm(1.0),
-        optimizer=optimizers[choice.optimizer](choice.learning_rate),
+        optimizer=passes.AdamW(rate) if choice.optimizer == "adamw" else passes.SGD(rate, momentum=0.9),
     )
     with tempfile.TemporaryDirectory() as folder:
         export_hosts(step, folder, target="webgpu" if choice.device == "webgpu" else None)

@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self) -> bool:
         """Answer a request under another name, such as one of a page that rebinds its own name to this address."""
-        if self.headers.get_all("Host") in ([host] for host in self.server.hosts):
+        if self.headers.get_all("Host", []) in [[host] for host in self.server.hosts]:
             return True
         self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"expected the address that graphopt serve has printed\n")
         return False

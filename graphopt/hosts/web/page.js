@@ -288,8 +288,9 @@ function show(end) {
 function drawCurve(end) {
   const { losses, measured } = history;
   const isOfNumbers = rows?.ofClasses === false;
-  const width = 2 * at("curve").clientWidth; // so that its words are as large on a phone
-  if (at("curve").width !== width) at("curve").width = width;
+  const { clientWidth, clientHeight } = at("curve"); // so that its words are as large on a phone
+  const [width, height] = [2 * clientWidth, 2 * clientHeight];
+  if (at("curve").width !== width || at("curve").height !== height) Object.assign(at("curve"), { width, height });
   const seen = [...smooth(losses), ...(isOfNumbers ? measured.map(([, value]) => value) : [])].filter(Number.isFinite);
   const top = seen.length ? round(Math.max(...seen, 1e-9)) : 2.5;
   const steps = Math.max(typeof end === "number" ? end : 0, losses.length, 10);
