@@ -350,6 +350,27 @@ def test_the_page_trains_as_python_does(name: str, server: PageServer, tmp_path:
     np.testing.assert_allclose(found["again"][-1], found["measured"][0])  # of the initial weights
 
 
+@needs_runtime
+@pytest.mark.slow
+def test_the_page_tells_what_does_not_fit(server: PageServer, tmp_path: Path) -> None:
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"needs Chromium at {CHROMIUM}")
+    (tmp_path / "net.onnx").write_bytes(MODEL)
+    write_pictures(tmp_path / "pictures")
+    files = (tmp_path / "net.onnx", tmp_path / "pictures", tmp_path / "none.onnx")
+    for fields, message in (
+        (
+            {"trains": "all"},
+            "the model: expected an input of pictures, [rows, channels, height, width], found [batch,4]",
+        ),
+        ({"trains": "lora", "rank": 9}, "rank"),
+        ({"loss-kind": "mean_squared_error"}, "Loss: expected numbers in the target, found classes"),
+        ({"rate": 0}, "Learning rate: expected a number above 0, found 0"),
+    ):
+        found = javascript("in_served_page.js", server.address, *files, json.dumps(fields))
+        assert message in found["status"] and found["errors"] == found["losses"] == [], found
+
+
 def step_feeds(step: ir.Model) -> list[str]:
     """Return the names of the data and of the target that a training graph reads."""
     from graphopt.graph.roles import FED, with_role

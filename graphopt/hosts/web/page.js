@@ -130,23 +130,24 @@ async function open({ batch, epochs, ...choice }) {
     say("Compiling …");
     await trainer?.dispose();
     compiled = trainer = undefined;
+    forget();
     const files = await compile(model.bytes, choice);
-    say("Opening …");
-    trainer = await Trainer.create(ort, files, {
-      executionProviders: [choice.device],
-      report: ["loss"],
-      stepsPerCall: TOGETHER,
-    });
-    const input = trainer.host.feeds.find(({ role }) => role === "data");
+    const { feeds } = JSON.parse(new TextDecoder().decode(files["host.json"]));
     const reading = async (count) => {
       say(`Reading ${count} of ${data.count} …`);
       await new Promise(requestAnimationFrame);
     };
-    const [width, numbers] = await features(data, input.shape, at("pixels").value, reading);
-    rows = rowsOf(input, width, numbers, others.loss);
-    initial = await trainer.save();
+    const input = feeds.find(({ role }) => role === "data");
+    const read = await features(data, input.shape, at("pixels").value, reading);
+    say("Opening …");
+    const opened = await Trainer.create(ort, files, {
+      executionProviders: [choice.device],
+      report: ["loss"],
+      stepsPerCall: TOGETHER,
+    });
+    const target = feeds.find(({ role }) => role === "target");
+    [trainer, rows, initial] = [opened, rowsOf(data, input.name, target.name, ...read, others.loss), await opened.save()];
     compiled = key;
-    forget();
     tellWhat();
     await measure();
   }
@@ -154,25 +155,25 @@ async function open({ batch, epochs, ...choice }) {
 }
 
 /** Return the rows that train and those that are held out, and a function that returns a batch of some. */
-function rowsOf(input, width, numbers, loss) {
+function rowsOf(data, input, target, width, numbers, loss) {
   const all = Array.from({ length: data.count }, (_, i) => i);
   const isHeldOut = (i) => data.count >= FEWEST && i % HELD_OUT === HELD_OUT - 1;
-  const target = trainer.host.feeds.find(({ role }) => role === "target");
   const ofClasses = loss === "cross_entropy";
   const feed = (some) => {
     const x = new Float32Array(some.length * width);
     some.forEach((row, i) => x.set(numbers.subarray(row * width, (row + 1) * width), i * width));
-    return { [input.name]: x };
+    return { [input]: x };
   };
   return {
     ofClasses,
+    labels: ofClasses ? data.labels : undefined,
     training: all.filter((i) => !isHeldOut(i)),
     heldOut: data.count >= FEWEST ? all.filter(isHeldOut) : all,
     feed,
     wanted: (row) => (ofClasses ? data.classes[row] : data.values[row]),
     batch: (some) => ({
       ...feed(some),
-      [target.name]: ofClasses
+      [target]: ofClasses
         ? BigInt64Array.from(some, (row) => BigInt(data.classes[row]))
         : Float32Array.from(some, (row) => data.values[row]),
     }),
@@ -252,6 +253,7 @@ async function startOver() {
   if (!trainer) return say("Nothing is trained yet.");
   await trainer.load(initial);
   forget();
+  tellWhat();
   await measure();
   say("The weights are the initial ones again.");
 }
@@ -259,6 +261,7 @@ async function startOver() {
 function forget() {
   history.losses.length = history.measured.length = 0;
   at("time").textContent = "–";
+  at("what").textContent = "";
 }
 
 async function download() {
@@ -270,7 +273,7 @@ async function download() {
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  say(`Downloaded ${name}: ${data.labels && rows.ofClasses ? `its outputs are ${data.labels.slice(0, 8).join(", ")}${data.labels.length > 8 ? ", …" : ""}` : "any ONNX Runtime runs it"}.`);
+  say(`Downloaded ${name}: ${rows.labels ? `its outputs are ${rows.labels.slice(0, 8).join(", ")}${rows.labels.length > 8 ? ", …" : ""}` : "any ONNX Runtime runs it"}.`);
 }
 
 // What the page shows
