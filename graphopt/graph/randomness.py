@@ -55,14 +55,22 @@ def normal(
 ) -> ir.Value:
     """Emit float32 numbers of a normal distribution (Box, Muller 1958).
 
+    The angle is twice one from -pi/4 to pi/4, whose sine is five terms of its series, within 2e-9, and a sign turns the
+    pair by pi. So there is no Sin or Cos of large angles, which cost several times as much.
+
     Args:
         draw: emits `uniform` numbers for the number 0, and others for the number 1.
         twice: whether to emit twice as many numbers as are drawn, those of sines behind those of cosines.
         scale: the standard deviation.
     """
     first, second = (op.Cast(draw(i), to=ir.DataType.FLOAT) for i in (0, 1))
-    radius = op.Sqrt(-2 * op.Log((first + 2.0**31) / 2.0**32 + 2.0**-33))
+    first, turn = first + 0.5, second / 2.0**31  # not 0
+    radius = op.Sqrt(-2 * op.Log(op.Abs(first) / 2.0**31))
     radius = radius if isinstance(scale, float) else scale * radius
-    angle = second * (math.pi / 2.0**31)
-    y = radius * op.Cos(angle)
-    return op.Concat(y, radius * op.Sin(angle), axis=0) if twice else y
+    radius = op.Where(op.Less(first, 0.0), -radius, radius)
+    square, series = turn * turn, op.constant(0.0, like=turn)
+    for power in (9, 7, 5, 3, 1):
+        series = series * square + (-1) ** (power // 2) * (math.pi / 4) ** power / math.factorial(power)
+    sine = turn * series
+    y = radius * (1 - 2 * sine * sine)
+    return op.Concat(y, 2 * radius * sine * op.Sqrt(1 - sine * sine), axis=0) if twice else y
