@@ -24,8 +24,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.blocks import starts_of_blocks
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import BATCH_WEIGHT, OF_BATCH
+from graphopt.graph.metadata import BATCH_WEIGHT, FAKE, OF_BATCH
 from graphopt.graph.operators import VIEWS, full_attributes
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
@@ -42,7 +43,7 @@ from graphopt.graph.values import (
 from passes.free_batch import Rows, places_of_rows
 from passes.gradients.registry import WITH_LOCAL_DERIVATIVES, is_in, rule_of
 from passes.gradients.rules.control_flow import scan_over
-from passes.gradients.rules.recurrent import CELLS, Factors, factors_of
+from passes.gradients.rules.recurrent import CELLS, GATES, Factors, factors_of
 from passes.gradients.walk import backward, between
 
 _Values = dict[ir.Value, ir.Value]
@@ -324,6 +325,12 @@ def _recurrent(op: Emitter, site: Site, factors: Factors | None) -> Form | None:
     return Known(op.Concat(*sums, axis=2))
 
 
+def _moves_gates(site: Site) -> bool:
+    """Return whether an operand has each gate of one array of weights, in another order, as PyTorch's exporter has."""
+    gates = GATES.get(site.node.op_type)
+    return gates is not None and starts_of_blocks(site.operand, gates) is not None
+
+
 SITES: dict[str, Callable[..., Form | None]] = {
     **dict.fromkeys(CELLS, _recurrent),
     **{"MatMul": _matmul, "Gemm": _gemm, "Conv": _conv, "Gather": _gather},
@@ -376,6 +383,11 @@ class Examples:
             raise GraphoptError(
                 f"gradients of examples: expected inputs that share the axis of the rows, found "
                 f"{', '.join(f'{x.name!r} of shape {x.shape}' for x in axes.values())}: name it alike"
+            )
+        if any(map(FAKE.is_set, self.graph)):
+            raise GraphoptError(
+                "gradients of examples: expected a model in floats, found the rounding of passes.FakeQuantize, which "
+                "has no gradients of examples: set quantize=none"
             )
         for node in self.graph:
             if OF_BATCH.is_set(node) or bool(node.attributes.get_int("training_mode", 0)):
@@ -538,7 +550,8 @@ class Examples:
 
     def _squared_norm(self, w: ir.Value) -> ir.Value:
         ((site, form), *others) = self._forms_of(w)
-        if not isinstance(form, Known) and form.has_norm and not others and self._keeps(w, site.operand):
+        keeps = self._keeps(w, site.operand) or _moves_gates(site)
+        if not isinstance(form, Known) and form.has_norm and not others and keeps:
             return form.squared_norm(self.op)
         return _sum_square(self.op, self._gradient(w))
 
