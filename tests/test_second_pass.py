@@ -148,7 +148,7 @@ class Adapted(nn.Module):
         self.layer, self.a, self.b, self.scale = layer.requires_grad_(False), nn.Parameter(a), nn.Parameter(b), scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + x @ self.a.T @ self.b.T * self.scale
+        return self.layer(x) + x @ self.a @ self.b * self.scale
 
 
 def sharp_gradients(module: nn.Module, rho: float, x: torch.Tensor, y: torch.Tensor, share: float) -> torch.Tensor:

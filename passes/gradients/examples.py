@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.blocks import starts_of_blocks
+from graphopt.graph.blocks import parts_of, starts_of_blocks
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import BATCH_WEIGHT, FAKE, OF_BATCH
 from graphopt.graph.operators import VIEWS, full_attributes
@@ -586,7 +586,9 @@ class Examples:
         for site, form in self._forms_of(w):
             gradient = form.gradient(op)
             gradient.shape = ir.Shape([None, *dims_of(site.operand)])
-            if site.operand is not w:
+            if site.operand is not w and (moved := self._moved(gradient, site.operand, w)) is not None:
+                gradient = moved
+            elif site.operand is not w:
 
                 def turn(
                     op: Emitter, _: list[ir.Value], slices: list[ir.Value], v: ir.Value = site.operand
@@ -601,6 +603,30 @@ class Examples:
         total.shape = ir.Shape([None, *dims_of(w)])
         self._whole[w] = total
         return total
+
+    def _moved(self, gradient: ir.Value, operand: ir.Value, w: ir.Value) -> ir.Value | None:
+        """Put the gradients of an operand that only moves numbers where these lie in a parameter; None for others."""
+        op, at, end, pieces = self.op, 0, 0, list[tuple[int, int, int]]()
+        for part in parts_of(operand):
+            size = part.stop - part.start
+            if part.source is w:
+                pieces.append((part.start, at, size))
+            elif part.source in self._computed_from(w):
+                return None
+            at += size
+        if not pieces:
+            return None
+        total = math.prod(ir.Shape(dims_of(w)).numpy())
+        flat, found = op.Reshape(gradient, [0, -1]), list[ir.Value]()
+        for start, place, size in [*sorted(pieces), (total, 0, 0)]:
+            if start < end:
+                return None  # a number that is read twice
+            if start > end:
+                found.append(op.Expand(op.constant(0.0, like=flat), op.Concat(self.n, [start - end], axis=0)))
+            if size:
+                found.append(op.Slice(flat, [place], [place + size], [1]))
+            end = start + size
+        return op.Reshape(op.Concat(*found, axis=1), op.Concat([0], op.shape_of(w), axis=0))
 
     def combined(self, weights: ir.Value) -> _Values:
         """Emit the sum over examples of their gradients, times `weights` [n], without that of a penalty.

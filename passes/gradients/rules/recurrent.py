@@ -306,32 +306,32 @@ class Factors:
 def factors_of(op: Emitter, node: Node, dys: Sequence[Input]) -> Factors | None:
     """Emit the factors of a recurrent operator for the gradients of its outputs; None if it has others.
 
-    Those of a GRU that multiplies the state by its weights after the reset are not these.
+    Those of a GRU that multiplies the state by its weights after the reset are not these, nor those of rows of
+    different lengths.
     """
     kind, layout = node.op_type, node.attributes.get_int("layout", 0)
-    if node.attributes.get_int("linear_before_reset", 0) != (kind == "GRU"):
+    x, w, r, _, lengths, h, *_ = (*node.inputs, *[None] * 4)
+    if lengths is not None or node.attributes.get_int("linear_before_reset", 0) != (kind == "GRU"):
         return None
     direction, count = node.attributes.get_string("direction", "forward"), GATES[kind]
     ways, start, gates = _ways(direction), len(op.graph), list[Value]()
-    x, w, r, *optional = node.inputs
     assert x is not None and w is not None and r is not None
-    outputs = expanded(op, x, w, r, *optional, node=node, direction=direction or "", layout=layout, products=gates)
+    outputs = expanded(
+        op, x, w, r, *node.inputs[3:], node=node, direction=direction or "", layout=layout, products=gates
+    )
     part = ir.GraphView([], outputs, nodes=list(op.graph)[start:], opset_imports=op.versions)
     seeds = {y: like(op.Identity(op.cast(dy, dtype_of(y))), y) for y, dy in zip(outputs, dys, strict=False) if dy}
     found = backward(op, part, seeds, gates)
-    n, (lengths, h) = width(r), (*optional, *[None] * 3)[1:3]
+    n = width(r)
     x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     nothing = op.ConstantOfShape(op.Concat(op.shape_of(x, 1, 2), [n], axis=0), value=ir.tensor([0], dtype=dtype_of(x)))
     y = op.Transpose(outputs[0], perm=[1, 2, 0, 3]) if layout else outputs[0]
     known, rs = elements_along(op, y, len(ways), 1), elements_along(op, r, len(ways), 0)
-    lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
     result = Factors(x, [], [], [])
     for i, first in enumerate(_parts(op, h, len(ways), layout)):
-        states, turns = known[i], lengths is not None and ways[i]
+        states = known[i]
         states.shape = ir.Shape([*dims_of(x)[:2], n])
-        states = like(op.ReverseSequence(states, lengths), states) if turns else states
-        before = _before(op, states, first or nothing, ways[i] and not turns)
-        before = like(op.ReverseSequence(before, lengths), states) if turns else before
+        before = _before(op, states, first or nothing, ways[i])
         order, own = [0], [found.get(gates[i]) or zeros(op, gates[i])]
         if count > 1:
             order, own = _order(kind, rs[i]), op.Split(own[0], num_outputs=count, axis=-1, _outputs=count)
