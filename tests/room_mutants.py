@@ -48,12 +48,6 @@ MUTANTS = [
         ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
     ),
     *of(
-        "passes/gradients/rules/recurrent.py",
-        PRIVATE,
-        ("recurrent_layers and GRU", "of_x[2] * f(op, like(reset, states))", "of_x[2]"),
-        ("recurrent_layers and LSTM", "of_x = [own[place] for place in order]", "of_x = [*own]"),
-    ),
-    *of(
         "passes/quantization/fake_quantize.py",
         QUANTIZATION,
         ("pytorchs", "self._round_bias(given(bias), flat, step * scale, is_shared)", "bias"),
@@ -324,6 +318,12 @@ MUTANTS = [
         "prune",
         ("filters", "node.attributes.clear()", "pass"),
         ("filters", "a.T.reshape(rank", "a.reshape(rank"),
+    ),
+    *of(
+        "passes/gradients/rules/recurrent.py",
+        PRIVATE,
+        ("recurrent_layers and GRU", "of_x[2] * f(op, like(reset, states))", "of_x[2]"),
+        ("recurrent_layers and LSTM", "of_x = [own[place] for place in order]", "of_x = [*own]"),
     ),
 ]
 

@@ -310,7 +310,7 @@ def factors_of(op: Emitter, node: Node, dys: Sequence[Input]) -> Factors | None:
     different lengths.
     """
     kind, layout = node.op_type, node.attributes.get_int("layout", 0)
-    x, w, r, _, lengths, h, *_ = (*node.inputs, *[None] * 4)
+    x, w, r, _, lengths, h = (*node.inputs, *[None] * 3)[:6]
     if lengths is not None or node.attributes.get_int("linear_before_reset", 0) != (kind == "GRU"):
         return None
     direction, count = node.attributes.get_string("direction", "forward"), GATES[kind]
