@@ -403,7 +403,7 @@ class Recipe:
     @property
     def example_norms(self) -> Callable[..., np.ndarray] | None:
         """Return what computes the norms of the gradients of rows by a model, if the recipe asks for them."""
-        if self.choices["clip"] != NORMS:
+        if self.choices.get("clip") != NORMS:
             return None
         chosen = {name: self.fields["fit"][name] for name in ("batch_size", "allow_nan")}
         return functools.partial(example_norms, loss=self.described["loss"], device=self.device, **chosen)
