@@ -46,7 +46,7 @@ from graphopt.training.calibrate import calibrate
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
-from graphopt.training.evaluation import evaluate, predict
+from graphopt.training.evaluation import evaluate, example_norms, predict
 from graphopt.training.fit import adapt, fit
 from graphopt.training.rollouts import Rollouts
 from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, register_skl2onnx, to_onnx
@@ -82,6 +82,7 @@ __all__ = [
     "compile",
     "dot",
     "evaluate",
+    "example_norms",
     "explain",
     "family",
     "export",

@@ -17,7 +17,7 @@ from graphopt.graph.randomness import normal, uniform
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.state import EXPECTED_ROWS, MAX_NORM, MULTIPLIER, NOISE_KEY
+from graphopt.graph.state import EXPECTED_ROWS, MAX_NORM, MULTIPLIER, NOISE_KEY, NORMS
 from graphopt.graph.values import dims_of, like
 from graphopt.intervals import within
 from passes.clipping import Clip
@@ -26,7 +26,6 @@ from passes.gradients.examples import Examples
 
 __all__ = ["ExampleNorms", "GaussianNoise", "PrivateGradient"]
 
-NORMS = "example_norms"
 _OF_PRIVACY = 2**31 + 7  # random numbers apart from those of training and explanations
 
 
@@ -148,12 +147,9 @@ class ExampleNorms(Pass):
 
     scan: bool = True
 
-    def requires(self, model: ir.Model) -> None:
-        self.required(model, Role.GRADIENT, "run Gradient first")
-
     def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
         loss = roles.only(model, Role.LOSS, "ExampleNorms")
+        ensure_typed(model)
         with Emitter(model) as op:
             examples = Examples(op, model, loss, roles.with_role(model, Role.PARAMETER), scan=self.scan)
             report_norms(op, model, op.Sqrt(examples.squared_norms()))

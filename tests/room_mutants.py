@@ -35,7 +35,7 @@ MUTANTS = [
         ("noise_is_normal", "= state.counter(model)", "= op.constant(0)"),
         ("noise_is_normal", "number + i, key)", "number + i)"),
     ),
-    *of("graphopt/graph/randomness.py", PRIVATE, ("noise_is_normal", "radius * op.Sin(angle)", "y")),
+    *of("graphopt/graph/randomness.py", PRIVATE, ("noise_is_normal", "radius * (sine * op.Sqrt(2 - double))", "y")),
     *of(
         "passes/gradients/examples.py",
         PRIVATE,
@@ -44,7 +44,7 @@ MUTANTS = [
             "total = gradient if total is None else total + gradient",
             "total = gradient",
         ),
-        ("clipped_means and convolutions", "op.cast(weights, g.dtype)", "op.cast(op.Ceil(weights), g.dtype)"),
+        ("clipped_means and convolutions", "op.cast(weights, flat.dtype)", "op.cast(op.Ceil(weights), flat.dtype)"),
         ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
     ),
     *of(
@@ -318,6 +318,12 @@ MUTANTS = [
         "prune",
         ("filters", "node.attributes.clear()", "pass"),
         ("filters", "a.T.reshape(rank", "a.reshape(rank"),
+    ),
+    *of(
+        "passes/gradients/rules/recurrent.py",
+        PRIVATE,
+        ("recurrent_layers and GRU", "of_x[2] * f(op, like(reset, states))", "of_x[2]"),
+        ("recurrent_layers and LSTM", "of_x = [own[place] for place in order]", "of_x = [*own]"),
     ),
 ]
 

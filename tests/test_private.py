@@ -504,7 +504,7 @@ def test_batch_statistics_and_sites_without_a_formula_are_refused() -> None:
     steps = {"loss": passes.CrossEntropy(), "training": passes.TrainingMode()}
     with pytest.raises(GraphoptError, match="batch statistics"):
         graphopt.compile(file, **steps, gradient=passes.PrivateGradient())
-    module, x, _ = batch_of("gated")
+    module, x = nn.Sequential(nn.ConvTranspose1d(2, 3, 2), nn.Flatten()), torch.randn(N, 2, 4)
     with pytest.raises(GraphoptError, match="scan=True"):
         graphopt.compile(
             exported(module, x[:3]), loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(scan=False)
@@ -524,3 +524,99 @@ def test_masks_are_drawn_for_each_row_and_a_sum_counts_as_its_parts() -> None:
     found, expected = graphopt.run(step, data), graphopt.run(plain, data)
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+class Long(nn.Module):
+    """A recurrent layer, of which large ones save their gates and small ones compute them again."""
+
+    def __init__(self, kind: str, units: int, both: bool) -> None:
+        super().__init__()
+        layers = 2 if both else 1
+        self.cell = getattr(nn, kind)(4, units, layers, batch_first=True, bidirectional=both)
+        self.head = nn.Linear(units * layers, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cell(x)[0].mean(1))
+
+
+@pytest.mark.parametrize("units", [6, 33])
+@pytest.mark.parametrize("both", [False, True], ids=["forward", "both ways"])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_recurrent_layers_have_a_formula_whose_clipped_sums_are_those_of_pytorch(
+    kind: str, both: bool, units: int
+) -> None:
+    torch.manual_seed(0)
+    module, x, target = Long(kind, units, both).eval(), torch.randn(N, 7, 4), torch.arange(N) % 3
+    file = graphopt.export(module, x[:3])  # which keeps PyTorch's order of gates
+    step = graphopt.compile(file, loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(0.3, N, scan=False))
+    found = graphopt.run(step, {"x": x.numpy(), "target": target.numpy()})
+    gradients = of_examples(module, x, target)
+    norms = norms_of(gradients)
+    np.testing.assert_allclose(found["example_norms"], norms, rtol=2e-6)
+    factors = np.minimum(1, 0.3 / (norms + 1e-6)) / N
+    clipped = {name: np.tensordot(factors, g, 1) for name, g in gradients.items()}
+    for name, expected in clipped.items():
+        np.testing.assert_allclose(found[f"{name}.grad"], expected, rtol=0, atol=3e-6 * abs(expected).max())
+
+
+RECURRENT = {
+    "both ways": ("GRU<hidden_size=3, linear_before_reset=1, direction='bidirectional'>(t, w, r, b)", 3, 2, "b"),
+    "peepholes": ("LSTM<hidden_size=3, input_forget=1>(t, w, r, b, , , , p)", 4, 1, "bp"),
+    "reset before": ("GRU<hidden_size=3, direction='reverse'>(t, w, r)", 3, 1, ""),
+    "rows first": ("LSTM<hidden_size=3, layout=0, direction='reverse', clip=0.4>(t, w, r, b)", 4, 1, "b"),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_other_forms_of_recurrent_operators_have_the_norms_of_rows_alone(name: str) -> None:
+    call, gates, ways, more = RECURRENT[name]
+    random = np.random.default_rng(0)
+    shapes = {"w": (ways, gates * 3, 3), "r": (ways, gates * 3, 3), "b": (ways, gates * 6), "p": (ways, 9)}
+    weights = {
+        key: random.standard_normal(shape).astype(np.float32) for key, shape in shapes.items() if key in f"wr{more}"
+    }
+    nodes = f"t = Transpose<perm=[1,0,2]>(x) a, c = {call.replace(chr(39), chr(34))} "
+    data = {"x": random.standard_normal((5, 5, 3)).astype(np.float32), "target": np.arange(5) % 3}
+    file = model(
+        f"g (float[N,5,3] x) => (float[N,3] y) {{ {nodes} y = ReduceMean<keepdims=0>(c, axes) }}",
+        axes=np.array([0]),
+        **weights,
+    )
+    step = graphopt.compile(file, loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(1e6, 5))
+    alone = graphopt.compile(file, loss=passes.CrossEntropy(), clip=passes.GradientNorm())
+    rows = [{key: value[i : i + 1] for key, value in data.items()} for i in range(5)]
+    found = graphopt.run(step, data)
+    expected = [graphopt.run(alone, row)["gradient_norm"] for row in rows]
+    np.testing.assert_allclose(found["example_norms"], expected, rtol=1e-5)
+    whole = graphopt.run(alone, data)
+    for key in weights:
+        np.testing.assert_allclose(found[f"{key}.grad"], whole[f"{key}.grad"], rtol=1e-4, atol=1e-6)
+
+
+def test_rounding_of_ranges_that_follow_the_rows_is_named() -> None:
+    data = data_of(16)
+    quantize = passes.FakeQuantize()
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(), quantize=quantize, gradient=passes.PrivateGradient())
+    with pytest.raises(GraphoptError, match=r"found the rounding of passes\.FakeQuantize.*quantize=none"):
+        graphopt.adapt(pipeline, models.mlp((4,), 3), data)(models.mlp((4,), 3))
+
+
+def test_norms_of_a_trained_model_are_those_of_its_step_and_a_column_of_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hydra")
+    from graphopt import cli
+
+    monkeypatch.chdir(tmp_path)
+    data = data_of(40)
+    np.savez("rows.npz", **data)
+    common = ["data=npz", "data.path=rows.npz", "model=mlp", "clip=example_norms", "hydra.run.dir=run", "quiet=true"]
+    assert cli.main(["run=train", *common, "fit.epochs=1"]) == 0
+    assert cli.main(["predict", "folder=run", "rows=all"]) == 0
+    assert "gradient norm" in Path("run/report.html").read_text()
+    found = np.load("run/predictions.npz")["example_norms"]
+    step = graphopt.compile("run/trained.onnx", loss=passes.CrossEntropy(), clip=passes.ExampleNorms())
+    np.testing.assert_allclose(found, graphopt.run(step, data)["example_norms"], rtol=1e-5)
+    np.savez("others.npz", x=data["x"])
+    assert cli.main(["predict", "folder=run", "data.path=others.npz", "predictions=others_out.npz"]) == 0
+    assert "example_norms" not in np.load("run/others_out.npz")

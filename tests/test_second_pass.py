@@ -135,6 +135,86 @@ def test_both_passes_have_the_same_mask() -> None:
     assert counts == [1, 1]
 
 
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a change of low rank, with the weights that a graph starts from."""
+
+    def __init__(self, layer: nn.Linear, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.layer, self.a, self.b, self.scale = layer.requires_grad_(False), nn.Parameter(a), nn.Parameter(b), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ self.a @ self.b * self.scale
+
+
+def sharp_gradients(module: nn.Module, rho: float, x: torch.Tensor, y: torch.Tensor, share: float) -> torch.Tensor:
+    """Add `share` times the gradients of SAM to those of the parameters, as its optimizers in PyTorch do."""
+    parameters = [w for w in module.parameters() if w.requires_grad]
+    loss = nn.functional.cross_entropy(module(x), y)
+    first = torch.autograd.grad(loss, parameters)
+    scale = rho / (torch.stack([g.norm() for g in first]).norm() + 1e-12)
+    places = [w.detach().clone() for w in parameters]
+    with torch.no_grad():
+        for w, g in zip(parameters, first, strict=True):
+            w += scale * g
+    second = torch.autograd.grad(nn.functional.cross_entropy(module(x), y), parameters)
+    with torch.no_grad():
+        for w, place, g in zip(parameters, places, second, strict=True):
+            w.copy_(place)
+            w.grad = share * g if w.grad is None else w.grad + share * g
+    return loss.detach()
+
+
+BESIDE: dict[str, tuple[dict[str, Any], float]] = {
+    "accumulated": ({"accumulate": passes.Accumulate(2)}, 2e-6),
+    "clipped": ({"clip": passes.ClipGlobalNorm(0.3)}, 2e-6),
+    "adapters": ({"adapter": passes.LoRA("*weight", rank=2, alpha=4)}, 2e-6),
+    "bfloat16": ({"precision": passes.MixedPrecision("bfloat16")}, 2e-2),
+    "float16": (
+        {"precision": passes.MixedPrecision("float16"), "loss_scale": passes.DynamicLossScale()}
+        | {"gradient": passes.SharpnessAware(0.5, loss_scale=2.0**10)},
+        3e-3,
+    ),
+    "all of float32": (
+        {
+            "accumulate": passes.Accumulate(2),
+            "clip": passes.ClipGlobalNorm(0.3),
+            "adapter": passes.LoRA("*weight", rank=2, alpha=4),
+        },
+        2e-6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_sharpness_aware_losses_beside_other_steps_are_those_of_pytorch(name: str) -> None:
+    steps, tolerance = BESIDE[name]
+    module, x, y = dense(), torch.randn(6, 8, 12), torch.arange(8) % 5
+    steps = {"loss": passes.CrossEntropy(), "gradient": passes.SharpnessAware(0.5)} | steps
+    step = graphopt.compile(exported(module, x[0], dynamo=True), optimizer=passes.SGD(0.5, momentum=0.9), **steps)
+    executor = graphopt.Executor(step, verify=False)
+    if "adapter" in steps:
+        for i in (0, 2):
+            pair = (torch.tensor(executor.parameters[f"{i}.weight.lora_{each}"]) for each in "AB")
+            module[i] = Adapted(module[i], *pair, 4 / 2)
+    found = [float(executor.step({"x": rows.numpy(), "target": y.numpy()})["loss"]) for rows in x]
+    optimizer = torch.optim.SGD([w for w in module.parameters() if w.requires_grad], 0.5, momentum=0.9)
+    every = 2 if "accumulate" in steps else 1
+    expected = []
+    for i, rows in enumerate(x):
+        expected.append(float(sharp_gradients(module, 0.5, rows, y, 1 / every)))
+        if i % every == every - 1:
+            if "clip" in steps:
+                nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    np.testing.assert_allclose(found, expected, rtol=tolerance)
+
+
 COMPOSED: dict[str, dict[str, Any]] = {
     "loss scale": {"gradient": passes.SharpnessAware(0.1, loss_scale=1024.0)},
     "recomputed": {"recompute": passes.Recompute()},

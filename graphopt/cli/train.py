@@ -144,6 +144,7 @@ def _train(
             **{name.replace("_", " "): str(fields[name]) for name in ("batch_size", "seed")},
         },
         callbacks=callbacks,
+        norms=recipe.example_norms,
     )
     own = [files, header, ProgressBar(console, epochs=title is None), page]
     checkpoint = fields.get("checkpoint")

@@ -20,7 +20,7 @@ from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.messages import print_matrix, print_table, say
 from graphopt.cli.rows import chosen_rows
 from graphopt.cli.run_folder import ADAPTER_FILES, CHECKPOINTS, CONFIG, MODEL, STATE_FILE, STEP, resumed
-from graphopt.data.dataset import Dataset
+from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError, some
 from graphopt.files import write
@@ -30,7 +30,7 @@ from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import FAKE, Caches, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of
-from graphopt.graph.state import averages_read, put_initial, take_initial
+from graphopt.graph.state import NORMS, averages_read, put_initial, take_initial
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import load_state, save_state
 from graphopt.runtime.executor import Executor
@@ -229,7 +229,10 @@ def write_metrics(trained: Trained, console: Console) -> Path:
 
 
 def write_predictions(trained: Trained, console: Console) -> Path:
-    """Write the outputs on the chosen rows of the recipe's data to a file, and return its path."""
+    """Write the outputs on the chosen rows of the recipe's data to a file, and return its path.
+
+    With `clip=example_norms` and targets, the norm of the gradient of each row is a column, too.
+    """
     recipe = trained.recipe
     path = trained.folder / recipe.fields["predictions"]
     if trained.checkpoint is None and not trained.caches:
@@ -244,6 +247,8 @@ def write_predictions(trained: Trained, console: Console) -> Path:
     if len(classified) == 1 and LABEL not in outputs:
         ((name, known),) = classified.items()
         outputs[LABEL] = np.array(known)[outputs[name].argmax(axis=1)]
+    if recipe.example_norms is not None and TARGET in trained.chosen[0].arrays:
+        outputs[NORMS] = recipe.example_norms(model, trained.chosen[0])
     trained.prepare()
     write_rows(path, outputs, classified)
     if LABEL in outputs:

@@ -24,7 +24,7 @@ _MOST_PARTS = 64  # of a value, so that long chains of Concats cost no more than
 _SHORT = 4096  # numbers of a vector, which a Gather copies one by one
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Hold numbers of a value that lie one after the other in memory."""
 
     source: ir.Value
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
     stop: int
 
 
-_Parts = tuple[_Part, ...]
+_Parts = tuple[Part, ...]
 
 
 def gather_blocks(model: ir.Model) -> bool:
@@ -73,6 +73,16 @@ def gather_blocks(model: ir.Model) -> bool:
     return changed
 
 
+def parts_of(x: ir.Value) -> tuple[Part, ...]:
+    """Return where the numbers of a value, one part after the other, lie in other values; nothing if it is unknown."""
+    known: dict[ir.Value, _Parts] = {}
+    before, last = ancestors([x]), x.producer()
+    for node in [] if last is None or last.graph is None else last.graph:
+        if node in before:
+            known.update(_parts(node, known))
+    return known.get(x, ())
+
+
 def starts_of_blocks(x: ir.Value, count: int) -> list[int] | None:
     """Return where equal blocks of a value begin in the only array that it is made of; None if it is not so.
 
@@ -82,12 +92,7 @@ def starts_of_blocks(x: ir.Value, count: int) -> list[int] | None:
     >>> starts_of_blocks(loaded.graph.outputs[0], 3)
     [2, 4, 0]
     """
-    known: dict[ir.Value, _Parts] = {}
-    before, last = ancestors([x]), x.producer()
-    for node in [] if last is None or last.graph is None else last.graph:
-        if node in before:
-            known.update(_parts(node, known))
-    parts = known.get(x, ())
+    parts = parts_of(x)
     size = math.prod(_shape(x)) // count if parts else 1
     starts = [start for part in parts for start in range(part.start, part.stop, size)]
     is_whole = len({part.source for part in parts}) == 1 and all(n % size == 0 for _, *ends in parts for n in ends)
@@ -116,7 +121,7 @@ def _parts(node: ir.Node, known: dict[ir.Value, _Parts]) -> list[tuple[ir.Value,
         axis, start = cut
     if not is_view and math.prod(_shape(node.outputs[0])[: axis % len(_shape(node.outputs[0]))]) != 1:
         return []
-    parts = [part for x in read for part in known.get(x, (_Part(x, 0, math.prod(_shape(x))),))]
+    parts = [part for x in read for part in known.get(x, (Part(x, 0, math.prod(_shape(x))),))]
     found = []
     for y in node.outputs:
         stop = start + math.prod(_shape(y))
@@ -140,17 +145,17 @@ def _cut(node: ir.Node, x: ir.Value) -> tuple[int, int] | None:
     return axis, begin * math.prod(shape[axis % len(shape) + 1 :])
 
 
-def _between(parts: Sequence[_Part], start: int, stop: int) -> _Parts:
+def _between(parts: Sequence[Part], start: int, stop: int) -> _Parts:
     """Return what lies in a range of parts that follow each other, without seams inside of a source."""
-    found, begin = list[_Part](), 0
+    found, begin = list[Part](), 0
     for source, first, last in parts:
         low, high = max(start - begin, 0), min(stop - begin, last - first)
         begin += last - first
         if low >= high:
             continue
-        part = _Part(source, first + low, first + high)
+        part = Part(source, first + low, first + high)
         if found and found[-1].source is source and found[-1].stop == part.start:
-            part = _Part(source, found.pop().start, part.stop)
+            part = Part(source, found.pop().start, part.stop)
         found.append(part)
     return tuple(found)
 

@@ -26,6 +26,7 @@ LEARNING_RATE = "learning_rate"
 LOSS_SCALE = "loss_scale"
 # Of private training: the bound of an example's gradient, the divisor of their sum, and the noise
 MAX_NORM, EXPECTED_ROWS, MULTIPLIER, NOISE_KEY = "max_norm", "expected_rows", "noise_multiplier", "noise_key"
+NORMS = "example_norms"  # the output of the norms of the gradients of examples
 ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.accumulated which
 AVERAGE = "average"  # of a parameter: its average over the steps
 MASK = "mask"  # of a parameter: which of its numbers are not pruned

@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from graphopt.arguments import checked
 from graphopt.communicator import SINGLE, Communicator
+from graphopt.compiler import Steps, standard
 from graphopt.data import Batches, Columns, Dataset
 from graphopt.data.foreign import as_columns, as_dataset, features_of, has_rows, relabelled
 from graphopt.data.loader import Rows
@@ -21,7 +22,8 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.classified import classes_of, classification_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import Derived, labels_in
-from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
+from graphopt.graph.state import NORMS
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.runtime.device import Device
@@ -137,6 +139,46 @@ def predict(
     if spec is None or spec.output not in outputs or outputs[spec.output].dtype.kind != "f":
         return outputs
     return {**outputs, **classes_of(outputs[spec.output], spec, labels), **outputs}
+
+
+@checked()
+def example_norms(
+    model: Source,
+    data: Data,
+    loss: Steps,
+    *,
+    batch_size: int = 256,
+    allow_nan: bool = False,
+    device: str | Device | None = None,
+) -> np.ndarray:
+    """Return the norm of the gradient of each row's loss by all parameters together [rows].
+
+    It is large for hard, mislabelled and rare rows. Dropout and BatchNormalization work as in inference.
+
+    Args:
+        model: an inference model, trained.
+        data: data with rows and targets, as in `fit`.
+        loss: the loss, as `passes.CrossEntropy()`.
+        batch_size, allow_nan, device: as in `predict`.
+
+    Raises:
+        GraphoptError: the data does not fit the model, or gradients of rows are refused, as by
+            `passes.PrivateGradient`.
+
+    >>> rows = {"x": numpy.eye(4, dtype=numpy.float32), "target": numpy.arange(4) % 3}
+    >>> graphopt.example_norms(models.mlp((4,), 3), rows, passes.CrossEntropy()).shape
+    (4,)
+    """
+    import passes
+
+    check_batch_size("example_norms", batch_size)
+    device = Device(device) if isinstance(device, str) else device
+    graph = standard(loss=loss, training=None, gradient=passes.ExampleNorms())(model)
+    for y in [y for y in graph.graph.outputs if y.name != NORMS]:
+        graph.graph.outputs.remove(y)
+    inputs = {name_of(x): x for x in with_role(graph, *FED)}
+    batches = Batches(as_dataset(data, inputs), inputs, allow_nan=allow_nan)
+    return by_batches(Session(device or Device(), graph).compute_arrays, batches, batch_size)[NORMS]
 
 
 def by_batches(compute: _Compute, batches: Batches, batch_size: int) -> dict[str, np.ndarray]:

@@ -24,8 +24,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.blocks import parts_of, starts_of_blocks
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import BATCH_WEIGHT, OF_BATCH
+from graphopt.graph.metadata import BATCH_WEIGHT, FAKE, OF_BATCH
 from graphopt.graph.operators import VIEWS, full_attributes
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
@@ -42,6 +43,7 @@ from graphopt.graph.values import (
 from passes.free_batch import Rows, places_of_rows
 from passes.gradients.registry import WITH_LOCAL_DERIVATIVES, is_in, rule_of
 from passes.gradients.rules.control_flow import scan_over
+from passes.gradients.rules.recurrent import CELLS, GATES, Factors, factors_of
 from passes.gradients.walk import backward, between
 
 _Values = dict[ir.Value, ir.Value]
@@ -67,6 +69,13 @@ class Known:
         """Emit the gradients [n, *shape]."""
         return self.value
 
+    def total(self, op: Emitter, weights: ir.Value) -> ir.Value:
+        """Emit the sum over examples of their gradients, times `weights` [n]; one of weight 0 counts as 0."""
+        flat = op.Reshape(self.value, [0, -1])
+        rows = op.Where(op.Greater(op.Unsqueeze(weights, [1]), 0.0), flat, op.constant(0.0, like=flat))
+        summed = op.MatMul(op.Unsqueeze(op.cast(weights, flat.dtype), [0]), rows)
+        return op.Reshape(summed, op.shape_of(self.value, 1))
+
 
 @dataclass(frozen=True)
 class Product:
@@ -80,6 +89,13 @@ class Product:
         axes = [*range(rank(self.a))]
         product = op.MatMul(op.Transpose(self.a, perm=[*axes[:-2], axes[-1], axes[-2]]), self.b)
         return op.Reshape(product, op.Concat([0], op.shape_of(self.operand), axis=0))
+
+    def total(self, op: Emitter, weights: ir.Value) -> ir.Value:
+        """Emit the sum over examples of their gradients, times weights [n], for `a` and `b` of four axes."""
+        a = op.Reshape(op.Transpose(_weighted(op, self.a, weights), perm=[1, 3, 0, 2]), [0, 0, -1])
+        b = op.Transpose(self.b, perm=[1, 0, 2, 3])
+        b = op.Reshape(b, op.Concat([0, -1], op.shape_of(b, 3), axis=0))
+        return op.Reshape(op.MatMul(a, b), op.shape_of(self.operand))
 
     @property
     def has_norm(self) -> bool:
@@ -183,6 +199,12 @@ def _sum_square(op: Emitter, x: ir.Value) -> ir.Value:
     return op.ReduceSumSquare(x, [*range(1, rank(x))], keepdims=0) if rank(x) > 1 else x * x
 
 
+def _weighted(op: Emitter, x: ir.Value, weights: ir.Value) -> ir.Value:
+    """Multiply each example of `x` [n, ...] by its weight; one of weight 0 becomes 0, also if it is not finite."""
+    weights = op.Unsqueeze(weights, [*range(1, rank(x))])
+    return op.Where(op.Greater(weights, 0.0), x * op.cast(weights, x.dtype), op.constant(0.0, like=x))
+
+
 def _swapped(op: Emitter, x: ir.Value) -> ir.Value:
     axes = [*range(rank(x))]
     return op.Transpose(x, perm=[*axes[:-2], axes[-1], axes[-2]])
@@ -284,7 +306,33 @@ def _elementwise(op: Emitter, site: Site) -> Form | None:
     return site.summed(op, op.Expand(terms, op.shape_of(y)), y, dims_of(site.operand))
 
 
+def _recurrent(op: Emitter, site: Site, factors: Factors | None) -> Form | None:
+    """Stack the directions of a recurrent operator's factors as [n, directions, steps, sizes]."""
+    if factors is None or site.index > 3:
+        return None
+
+    def stack(values: list[ir.Value]) -> ir.Value:
+        parts = [op.Unsqueeze(op.Transpose(op.cast(x, wide_type(x)), perm=[1, 0, 2]), [1]) for x in values]
+        y = op.Concat(*parts, axis=1) if len(parts) > 1 else parts[0]
+        steps, _, size = dims_of(values[0])
+        y.shape = ir.Shape([None, len(parts), steps, size])
+        return y
+
+    if site.index < 3:
+        of, read = ((factors.of_x, [factors.x]), (factors.of_h, factors.h))[site.index - 1]
+        return Product(stack(of), stack(read), site.operand)
+    sums = [op.ReduceSum(stack(of), [2], keepdims=0) for of in (factors.of_x, factors.of_h)]
+    return Known(op.Concat(*sums, axis=2))
+
+
+def _moves_gates(site: Site) -> bool:
+    """Return whether an operand has each gate of one array of weights, in another order, as PyTorch's exporter has."""
+    gates = GATES.get(site.node.op_type)
+    return gates is not None and starts_of_blocks(site.operand, gates) is not None
+
+
 SITES: dict[str, Callable[..., Form | None]] = {
+    **dict.fromkeys(CELLS, _recurrent),
     **{"MatMul": _matmul, "Gemm": _gemm, "Conv": _conv, "Gather": _gather},
     **dict.fromkeys(
         ("BatchNormalization", "InstanceNormalization", "LayerNormalization", "RMSNormalization"),
@@ -320,6 +368,7 @@ class Examples:
         scan: bool = True,
     ) -> None:
         self.op, self.graph, self.scan, self.parameters = op, model.graph, scan, list(parameters)
+        self._of_steps: dict[ir.Node, Factors | None] = {}
         self._whole = _Values()  # gradients [n, *shape] that have been emitted
         fed = [x for x in model.graph.inputs if role_of(x) in (None, *FED) and not x.is_initializer()]
         batched = [x for x in fed if x not in self.parameters and x.shape is not None and len(x.shape)]
@@ -334,6 +383,11 @@ class Examples:
             raise GraphoptError(
                 f"gradients of examples: expected inputs that share the axis of the rows, found "
                 f"{', '.join(f'{x.name!r} of shape {x.shape}' for x in axes.values())}: name it alike"
+            )
+        if any(map(FAKE.is_set, self.graph)):
+            raise GraphoptError(
+                "gradients of examples: expected a model in floats, found the rounding of passes.FakeQuantize, which "
+                "has no gradients of examples: set quantize=none"
             )
         for node in self.graph:
             if OF_BATCH.is_set(node) or bool(node.attributes.get_int("training_mode", 0)):
@@ -434,7 +488,8 @@ class Examples:
         form = None
         if function is not None:
             attributes = full_attributes(node, self.op.versions)
-            form = function(self.op, site, **{name: attributes[name] for name in _TAKEN.get(node.op_type, ())})
+            taken = {name: attributes[name] for name in _TAKEN.get(node.op_type, ())}
+            form = function(self.op, site, **taken, **self._factors(site))
         elif is_in(node, WITH_LOCAL_DERIVATIVES):
             form = _elementwise(self.op, site)
         if form is None and not self.scan:
@@ -443,6 +498,17 @@ class Examples:
                 f"{site.operand.name!r}: set scan=True, which is slow"
             )
         return form or self._scanned(site)
+
+    def _factors(self, site: Site) -> dict[str, Factors | None]:
+        """Return the factors of the weights of a recurrent operator, which its sites share."""
+        node = site.node
+        if node.op_type not in CELLS:
+            return {}
+        x, axis = given(node.inputs[0]), 1 - node.attributes.get_int("layout", 0)
+        if node not in self._of_steps:
+            fits = self.rows.axes.get(x) == axis and self.rows.lengths.get(x) == 1
+            self._of_steps[node] = factors_of(self.op, node, site.dys) if fits else None
+        return {"factors": self._of_steps[node]}
 
     def _scanned(self, site: Site) -> Known:
         """Run the node and its rule on one row after the other."""
@@ -484,7 +550,8 @@ class Examples:
 
     def _squared_norm(self, w: ir.Value) -> ir.Value:
         ((site, form), *others) = self._forms_of(w)
-        if not isinstance(form, Known) and form.has_norm and not others and self._keeps(w, site.operand):
+        keeps = self._keeps(w, site.operand) or _moves_gates(site)
+        if not isinstance(form, Known) and form.has_norm and not others and keeps:
             return form.squared_norm(self.op)
         return _sum_square(self.op, self._gradient(w))
 
@@ -519,7 +586,9 @@ class Examples:
         for site, form in self._forms_of(w):
             gradient = form.gradient(op)
             gradient.shape = ir.Shape([None, *dims_of(site.operand)])
-            if site.operand is not w:
+            if site.operand is not w and (moved := self._moved(gradient, site.operand, w)) is not None:
+                gradient = moved
+            elif site.operand is not w:
 
                 def turn(
                     op: Emitter, _: list[ir.Value], slices: list[ir.Value], v: ir.Value = site.operand
@@ -535,6 +604,30 @@ class Examples:
         self._whole[w] = total
         return total
 
+    def _moved(self, gradient: ir.Value, operand: ir.Value, w: ir.Value) -> ir.Value | None:
+        """Put the gradients of an operand that only moves numbers where these lie in a parameter; None for others."""
+        op, at, end, pieces = self.op, 0, 0, list[tuple[int, int, int]]()
+        for part in parts_of(operand):
+            size = part.stop - part.start
+            if part.source is w:
+                pieces.append((part.start, at, size))
+            elif part.source in self._computed_from(w):
+                return None
+            at += size
+        if not pieces:
+            return None
+        total = math.prod(ir.Shape(dims_of(w)).numpy())
+        flat, found = op.Reshape(gradient, [0, -1]), list[ir.Value]()
+        for start, place, size in [*sorted(pieces), (total, 0, 0)]:
+            if start < end:
+                return None  # a number that is read twice
+            if start > end:
+                found.append(op.Expand(op.constant(0.0, like=flat), op.Concat(self.n, [start - end], axis=0)))
+            if size:
+                found.append(op.Slice(flat, [place], [place + size], [1]))
+            end = start + size
+        return op.Reshape(op.Concat(*found, axis=1), op.Concat([0], op.shape_of(w), axis=0))
+
     def combined(self, weights: ir.Value) -> _Values:
         """Emit the sum over examples of their gradients, times `weights` [n], without that of a penalty.
 
@@ -544,22 +637,22 @@ class Examples:
         """
         op, total = self.op, _Values()
         for w, g in self._whole.items():
-            rows = op.Where(
-                op.Greater(op.Unsqueeze(weights, [1]), 0.0), op.Reshape(g, [0, -1]), op.constant(0.0, like=g)
-            )
-            summed = op.MatMul(op.Unsqueeze(op.cast(weights, g.dtype), [0]), rows)
-            total[w] = like(op.cast(op.Reshape(summed, op.shape_of(w)), w.dtype), w)
+            total[w] = like(op.cast(op.Reshape(Known(g).total(op, weights), op.shape_of(w)), w.dtype), w)
         left = [w for w in self.parameters if w not in total]
         for node in dict.fromkeys(site.node for w in left for site, _ in self._forms_of(w)):
             seeds = {}
-            for y in node.outputs:
+            if node in self._of_steps:  # without a second walk through its steps
+                for site, form in self.forms:
+                    if site.node is node and not isinstance(form, Picked):
+                        seeds[site.operand] = like(op.cast(form.total(op, weights), site.operand.dtype), site.operand)
+            for y in node.outputs if not seeds else ():
                 if (dy := self._dys.get(y)) is not None:
                     factor = self._placed(weights, y)
                     seeds[y] = like(
                         op.Where(op.Greater(factor, 0.0), dy * op.cast(factor, dy.dtype), op.constant(0.0, like=dy)),
                         y,
                     )
-            view = _view([*self._chain, node], op)
+            view = _view(self._chain if node in self._of_steps else [*self._chain, node], op)
             for w, gradient in backward(op, view, seeds, left).items():
                 total[w] = total[w] + gradient if w in total else gradient
         return total

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("opacus")
 
-from opacus import GradSampleModule
-from test_private import N, batch_of, exported
+from opacus import GradSampleModule, layers
+from test_private import Long, N, batch_of, exported
 from torch import nn
 
 import graphopt
@@ -56,3 +56,25 @@ def test_a_private_step_is_that_of_opacus(name: str) -> None:
         if f"{weight}.grad" in found and found[f"{weight}.grad"].shape == tuple(clipped.shape):
             tolerance = 2e-6 * float(clipped.abs().max())
             np.testing.assert_allclose(found[f"{weight}.grad"], clipped, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_recurrent_layer_has_the_clipped_sum_of_opacus(kind: str) -> None:
+    torch.manual_seed(0)
+    module, x, target = Long(kind, 6, False).eval(), torch.randn(N, 7, 4), torch.arange(N) % 3
+    step = graphopt.compile(
+        exported(module, x[:3]), loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(0.3, rows=N, scan=False)
+    )
+    found = graphopt.run(step, {"x": x.numpy(), "target": target.numpy()})
+    oracle = copy.deepcopy(module).double().train()
+    oracle.cell = getattr(layers, f"DP{kind}")(4, 6, batch_first=True).double()
+    oracle.cell.load_state_dict(module.double().cell.state_dict())
+    sampled = GradSampleModule(oracle, loss_reduction="sum")
+    nn.functional.cross_entropy(sampled(x.double()), target, reduction="sum").backward()
+    samples = [p.grad_sample for p in sampled.parameters()]
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in samples]).norm(dim=0)
+    np.testing.assert_allclose(found["example_norms"], norms, rtol=2e-6)
+    factors = (0.3 / (norms + 1e-6)).clamp(max=1) / N
+    squares = sum(float(torch.einsum("n,n...->...", factors, each).square().sum()) for each in samples)
+    own = sum(float((np.float64(g) ** 2).sum()) for name, g in found.items() if name.endswith(".grad"))
+    np.testing.assert_allclose(own, squares, rtol=3e-6)

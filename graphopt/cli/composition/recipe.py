@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
@@ -55,6 +56,7 @@ from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, Encoders, labels_in
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.state import NORMS
 from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline
@@ -63,7 +65,7 @@ from graphopt.runtime.executor import Executor
 from graphopt.runtime.providers import PROVIDERS, for_workers
 from graphopt.training.callbacks import Callback, EarlyStopping, MedianStopping, PrivacyBudget, Record, Run
 from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Tracker
-from graphopt.training.evaluation import reported
+from graphopt.training.evaluation import example_norms, reported
 from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
 from graphopt.training.rollouts import Rollouts
@@ -397,6 +399,14 @@ class Recipe:
     def derived(self, key: str) -> ir.Model:
         """Return the model with the outputs that a pass of the recipe adds: `derive` or `explain`."""
         return derive(self.model(), self._build(key))
+
+    @property
+    def example_norms(self) -> Callable[..., np.ndarray] | None:
+        """Return what computes the norms of the gradients of rows by a model, if the recipe asks for them."""
+        if self.choices.get("clip") != NORMS:
+            return None
+        chosen = {name: self.fields["fit"][name] for name in ("batch_size", "allow_nan")}
+        return functools.partial(example_norms, loss=self.described["loss"], device=self.device, **chosen)
 
     @property
     def calibration(self) -> list[Pass]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graphopt.errors import some
@@ -49,6 +50,7 @@ class Page(Callback):
         batch_size: the number of rows of a batch.
         facts: what else to say about the run, by name.
         callbacks: the callbacks of the run, some of which have something to show.
+        norms: returns the norms of the gradients of rows by a trained model, which the page then shows; None for none.
     """
 
     reads_state = False
@@ -64,10 +66,11 @@ class Page(Callback):
         batch_size: int,
         facts: Mapping[str, str],
         callbacks: Sequence[Callback] = (),
+        norms: Callable[[onnx.ModelProto, Mapping[str, np.ndarray]], np.ndarray] | None = None,
     ) -> None:
         self._path, self._title = path, title
         self._model, self._recipe, self._batch_size = model, recipe, batch_size
-        self._facts, self._callbacks = facts, callbacks
+        self._facts, self._callbacks, self._norms = facts, callbacks, norms
         self._curves: dict[str, Curve] = {}
         self._run: Run | None = None
 
@@ -91,7 +94,7 @@ class Page(Callback):
         self._curves = {name: Curve(MOST_BINS, bins.tolist()) for name, bins in state.items()}
 
     def _text(self, run: Run) -> str:
-        last, step = run.records[-1], run.executor.model
+        last, step, norms = run.records[-1], run.executor.model, self._norms
         curves = list(self._charts(run))
         ended = f"stopped: {run.stopped}" if run.stopped else "complete"
         about = f"{len(run.records):,} of {run.epochs:,} epochs, {last['step']:,} steps, {ended}"
@@ -101,7 +104,7 @@ class Page(Callback):
             about,
             html.section("Result", *self._result(run)),
             *([html.section("Curves", html.charts(curves))] if curves else []),
-            *predictions(run),
+            *predictions(run, None if norms is None else lambda rows: norms(run.executor.trained(), rows)),
             html.section("Epochs", _epochs(run)),
             html.section(
                 "Training graph",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from graphopt.data.columns import is_missing
+from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import scatter_chart
 from graphopt.inspection.words import percent, readable
 from graphopt.training.callbacks.callback import Run
 from graphopt.training.metrics import Metrics, ScoredBatch, metrics
+
+Norms = Callable[[Mapping[str, np.ndarray]], np.ndarray]  # of gradients, for rows by the names of inputs
 
 MOST_ROWS = 10_000  # held-out rows that the page looks at
 _MOST_CLASSES = 30  # of a confusion matrix
@@ -29,7 +33,7 @@ _LEAST_SIDE = 4  # pixels of a picture
 class _Example:
     """Hold a row that a model predicts wrongly: its place among held-out rows, its error, and its captions.
 
-    `measure` is the name and the text of how wrong it is.
+    `measure` is the name and the text of how wrong it is, and `fed` what the training graph reads of the row.
     """
 
     place: int
@@ -38,6 +42,8 @@ class _Example:
     predicted: str
     measure: tuple[str, str]
     inputs: dict[str, np.ndarray]
+    fed: dict[str, np.ndarray]
+    norm: float | None = None  # of the gradient of its loss
 
 
 @dataclass
@@ -53,8 +59,15 @@ class _Predictions:
     def is_regression(self) -> bool:
         return self.batches[0].spec.task == "regression"
 
-    def add(self, place: int, prediction: np.ndarray, target: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
-        """Add a batch; `place` is that of its first row."""
+    def add(
+        self,
+        place: int,
+        prediction: np.ndarray,
+        target: np.ndarray,
+        inputs: Collection[str],
+        feeds: Mapping[str, np.ndarray],
+    ) -> None:
+        """Add a batch; `place` is that of its first row, and `inputs` names the feeds that are data."""
         batch, rows = self.metrics.batch(prediction, target), len(target)
         self.batches.append(batch)
         if not rows or len(batch.target) % rows:
@@ -62,10 +75,17 @@ class _Predictions:
         errors = _element_errors(batch).reshape(rows, -1).mean(axis=1)
         known = np.where(np.isfinite(errors), errors, np.inf)
         for i in np.argsort(-known, kind="stable")[:_WORST]:
-            own = {name: np.array(array[i]) for name, array in inputs.items()}
+            fed = {name: np.array(array[i]) for name, array in feeds.items()}
+            own = {name: fed[name] for name in inputs if name in fed}
             texts = self._told(batch, int(i), len(batch.target) // rows, float(errors[i]))
-            self.worst.append(_Example(place + int(i), float(known[i]), *texts, own))
+            self.worst.append(_Example(place + int(i), float(known[i]), *texts, own, fed))
         self.worst = sorted(self.worst, key=lambda example: -example.error)[:_WORST]
+
+    def measure_norms(self, norms: Norms) -> None:
+        """Note the norms of the gradients of the worst rows, if the model has any."""
+        with contextlib.suppress(GraphoptError):
+            fed = {name: np.stack([x.fed[name] for x in self.worst]) for name in self.worst[0].fed}
+            self.worst = [replace(x, norm=float(n)) for x, n in zip(self.worst, norms(fed), strict=True)]
 
     def name(self, label: float) -> str:
         """Return the name of a class."""
@@ -89,8 +109,11 @@ class _Predictions:
         return *names, ("confidence", percent(float(np.exp(batch.log_probabilities()[i].max()))))
 
 
-def predictions(run: Run) -> Iterator[str]:
-    """Yield the sections of a page about the predictions of held-out rows."""
+def predictions(run: Run, norms: Norms | None = None) -> Iterator[str]:
+    """Yield the sections of a page about the predictions of held-out rows.
+
+    `norms` returns the norms of the gradients of rows, for those that are most in error.
+    """
     if run.evaluated is None:
         return
     names, place = run.labels, 0
@@ -99,14 +122,15 @@ def predictions(run: Run) -> Iterator[str]:
     gathered = {target: _Predictions(metric, names) for target, (_, metric) in chosen.items()}
     for feeds, values in run.evaluated():
         for target, (output, _) in chosen.items():
-            own = {name: feeds[name] for name in inputs if name in feeds}
-            gathered[target].add(place, np.asarray(values[output]), feeds[target], own)
+            gathered[target].add(place, np.asarray(values[output]), feeds[target], inputs, feeds)
         place += len(next(iter(feeds.values())))
         if place >= MOST_ROWS:
             break
     first = f"the first {place:,} of " if place < (run.validation_rows or 0) else ""
     for target, found in gathered.items():
         of = "" if len(gathered) == 1 else f" of {target}"
+        if norms is not None and found.worst:
+            found.measure_norms(norms)
         if sum(batch.target.size for batch in found.batches):
             yield from _sections(run, found, of, f"{first}{run.validation_rows or place:,} held-out rows")
 
@@ -171,17 +195,26 @@ def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
         pixels = np.concatenate([np.ravel(image) for image in images])  # type: ignore[arg-type]
         low, spread = float(pixels.min()), float(np.ptp(pixels)) or 1.0
         return html.pictures(
-            ((image - low) / spread, x.expected, (*_captions(x), _row_label(x, run)))
+            (
+                (image - low) / spread,
+                x.expected,
+                (*_captions(x), *(f"gradient norm {n}" for n in _norm(x)), _row_label(x, run)),
+            )
             for image, x in zip(images, worst, strict=True)
             if image is not None
         )
     columns = [dict(_row_numbers(_shown(x, run), run.names)) for x in worst]
-    header = ["row", "target", "prediction", worst[0].measure[0], *columns[0]]
+    of_norm = [] if worst[0].norm is None else ["gradient norm"]
+    header = ["row", "target", "prediction", worst[0].measure[0], *of_norm, *columns[0]]
     rows = [
-        (_row_label(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *numbers.values())
+        (_row_label(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *_norm(x), *numbers.values())
         for x, numbers in zip(worst, columns, strict=True)
     ]
     return html.html_table(header, rows)
+
+
+def _norm(example: _Example) -> list[str]:
+    return [] if example.norm is None else [readable(example.norm)]
 
 
 def _captions(example: _Example) -> tuple[str, str]:

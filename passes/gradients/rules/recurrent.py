@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +20,7 @@ from graphopt.graph.inference import stand_in
 from graphopt.graph.values import dims_of, dtype_of, like, producer_of
 from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
 from passes.gradients.rules.shape import elements_along, indices_along
-from passes.gradients.walk import expansion, further_output
+from passes.gradients.walk import backward, expansion, further_output, zeros
 
 Activation = Callable[[Emitter, Value], Value]
 Cell = Callable[..., list[Value]]
@@ -100,9 +101,16 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 CELLS: dict[str, Cell] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
 
 
-@expansion(*CELLS)
-def _expanded(
-    op: Emitter, x: Value, w: Value, r: Value, *optional: Input, node: Node, direction: str, layout: int = 0
+def expanded(
+    op: Emitter,
+    x: Value,
+    w: Value,
+    r: Value,
+    *optional: Input,
+    node: Node,
+    direction: str,
+    layout: int = 0,
+    products: list[Value] | None = None,
 ) -> list[Value]:
     """Emit the outputs of a recurrent operator: Y, Y_h and, for an LSTM, Y_c."""
     b, lengths, h, c, p = (*optional, *[None] * 5)[:5]
@@ -116,10 +124,13 @@ def _expanded(
         steps, rows, _ = dims_of(x)
         y = further_output(node, 0, dtype_of(x), ir.Shape([steps, len(ways), rows, width(r)]))
         known = _parts(op, op.Transpose(y, perm=[1, 2, 0, 3]) if layout else y, len(ways), 1)
-    outputs = steps_of(op, x, [w, r, b, p], lengths, [h, c], node, known, layout=layout)
-    if width(r) >= LARGE:
+    outputs = steps_of(op, x, [w, r, b, p], lengths, [h, c], node, known, layout=layout, products=products)
+    if width(r) >= LARGE and any(y.uses() for y in node.outputs):
         stand_in(node, outputs)
     return outputs
+
+
+expansion(*CELLS)(expanded)
 
 
 def _ways(direction: str | None) -> tuple[bool, ...]:
@@ -140,6 +151,7 @@ def steps_of(
     *,
     layout: int = 0,
     read: Activation | None = None,
+    products: list[Value] | None = None,
 ) -> list[Value]:
     """Emit the Scans of a recurrent operator, and return its outputs.
 
@@ -152,6 +164,7 @@ def steps_of(
         known: the outputs of the operator itself for each direction; see `_run`.
         layout: that of the initial states and of the outputs.
         read: what the products of an LSTM read of a state in place of the state itself.
+        products: where to put the input's part of the gates of all steps, for each direction.
     """
     ways = _ways(node.attributes.get_string("direction", "forward"))
     lengths = None if lengths is None else op.Cast(lengths, to=ir.DataType.INT64)
@@ -164,6 +177,8 @@ def steps_of(
         ways, parts, states, functions, known[: len(ways)], strict=True
     ):
         gates, cell = prepared(op, node, x, wi, ri, bi, pi, chosen)
+        if products is not None:
+            products.append(gates)
         if read is not None:
             cell = functools.partial(_reading, read, cell)
         shape = op.Concat(op.Shape(x, start=1, end=2), [width(ri)], axis=0)
@@ -260,11 +275,78 @@ def _run(
     if known is None:
         scan.meta[SAVING] = True
     else:
-        known, first = turn(known), op.Unsqueeze(states[0], [0])
-        rest = op.Slice(known, [1], [2**31], [0]) if backwards else op.Slice(known, [0], [-1], [0])
-        before = op.Concat(*((rest, first) if backwards else (first, rest)), axis=0)
-        scan.meta[KNOWN] = {0: like(before, known)}
+        scan.meta[KNOWN] = {0: _before(op, turn(known), states[0], backwards)}
     return [turn(y), *lasts]
+
+
+def _before(op: Emitter, known: Value, first: Value, backwards: bool) -> Value:
+    """Return the states at the start of each step, for those at its end."""
+    first = op.Unsqueeze(first, [0])
+    rest = op.Slice(known, [1], [2**31], [0]) if backwards else op.Slice(known, [0], [-1], [0])
+    return like(op.Concat(*((rest, first) if backwards else (first, rest)), axis=0), known)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the gradients of the weights of a recurrent operator are sums over steps of products of, by direction.
+
+    Args:
+        x: the input [steps, rows, inputs].
+        h: the states before each step [steps, rows, units].
+        of_x: the gradients [steps, rows, gates * units] of the products of the input, and of their biases.
+        of_h: those of the products of the states, and of their biases.
+    """
+
+    x: Value
+    h: list[Value]
+    of_x: list[Value]
+    of_h: list[Value]
+
+
+def factors_of(op: Emitter, node: Node, dys: Sequence[Input]) -> Factors | None:
+    """Emit the factors of a recurrent operator for the gradients of its outputs; None if it has others.
+
+    Those of a GRU that multiplies the state by its weights after the reset are not these, nor those of rows of
+    different lengths.
+    """
+    kind, layout = node.op_type, node.attributes.get_int("layout", 0)
+    x, w, r, _, lengths, h = (*node.inputs, *[None] * 3)[:6]
+    if lengths is not None or node.attributes.get_int("linear_before_reset", 0) != (kind == "GRU"):
+        return None
+    direction, count = node.attributes.get_string("direction", "forward"), GATES[kind]
+    ways, start, gates = _ways(direction), len(op.graph), list[Value]()
+    assert x is not None and w is not None and r is not None
+    outputs = expanded(
+        op, x, w, r, *node.inputs[3:], node=node, direction=direction or "", layout=layout, products=gates
+    )
+    part = ir.GraphView([], outputs, nodes=list(op.graph)[start:], opset_imports=op.versions)
+    seeds = {y: like(op.Identity(op.cast(dy, dtype_of(y))), y) for y, dy in zip(outputs, dys, strict=False) if dy}
+    found = backward(op, part, seeds, gates)
+    n = width(r)
+    x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
+    nothing = op.ConstantOfShape(op.Concat(op.shape_of(x, 1, 2), [n], axis=0), value=ir.tensor([0], dtype=dtype_of(x)))
+    y = op.Transpose(outputs[0], perm=[1, 2, 0, 3]) if layout else outputs[0]
+    known, rs = elements_along(op, y, len(ways), 1), elements_along(op, r, len(ways), 0)
+    result = Factors(x, [], [], [])
+    for i, first in enumerate(_parts(op, h, len(ways), layout)):
+        states = known[i]
+        states.shape = ir.Shape([*dims_of(x)[:2], n])
+        before = _before(op, states, first or nothing, ways[i])
+        order, own = [0], [found.get(gates[i]) or zeros(op, gates[i])]
+        if count > 1:
+            order, own = _order(kind, rs[i]), op.Split(own[0], num_outputs=count, axis=-1, _outputs=count)
+        of_x = [own[place] for place in order]
+        of_h = of_x
+        if kind == "GRU":
+            reset = op.Split(gates[i], num_outputs=3, axis=-1, _outputs=3)[order[1]]
+            reset = reset + op.MatMul(before, op.Transpose(op.Slice(rs[i], [n], [2 * n], [0])))
+            f, _ = [*activations(node, len(ways))][i]
+            of_h = [*of_x[:2], of_x[2] * f(op, like(reset, states))]
+        result.h.append(before)
+        for parts, values in ((of_x, result.of_x), (of_h, result.of_h)):
+            values.append(op.Concat(*parts, axis=-1))
+            values[-1].shape = ir.Shape([*dims_of(x)[:2], count * n])
+    return result
 
 
 def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
