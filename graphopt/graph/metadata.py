@@ -407,25 +407,13 @@ class Observer(Note, key="graphopt.observer", expected="how the range of an acti
 
 
 # Notes of a model from which nothing is computed: what a folder or a page says about it
-_DESCRIBING = (ARCHITECTURE, LABELS.key, PIXEL_RANGE.key)
+DESCRIBING = (ARCHITECTURE, LABELS.key, PIXEL_RANGE.key)
 
 
 def forget_description(model: ir.Model) -> None:
     """Remove the notes that only describe a model."""
-    for key in _DESCRIBING:
+    for key in DESCRIBING:
         model.metadata_props.pop(key, None)
-
-
-@contextlib.contextmanager
-def undescribed(model: ir.Model) -> Iterator[None]:
-    """Take the notes that only describe a model out of it, in a `with` block."""
-    notes = dict(model.metadata_props)
-    forget_description(model)
-    try:
-        yield
-    finally:
-        model.metadata_props.clear()
-        model.metadata_props.update(notes)
 
 
 @dataclass(frozen=True)
