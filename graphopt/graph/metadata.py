@@ -22,7 +22,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.fields import hints, read_value
 
-Holder = ir.Model | ir.Graph | ir.Node | ir.Value
+Holder = ir.Model | ir.Graph | ir.GraphView | ir.Node | ir.Value
 H = TypeVar("H", bound=Holder)
 N = TypeVar("N", bound="Note")
 
@@ -407,13 +407,20 @@ class Observer(Note, key="graphopt.observer", expected="how the range of an acti
 
 
 # Notes of a model from which nothing is computed: what a folder or a page says about it
-DESCRIBING = (ARCHITECTURE, LABELS.key, PIXEL_RANGE.key)
+_DESCRIBING = (ARCHITECTURE, LABELS.key, PIXEL_RANGE.key)
 
 
 def forget_description(model: ir.Model) -> None:
     """Remove the notes that only describe a model."""
-    for key in DESCRIBING:
+    for key in _DESCRIBING:
         model.metadata_props.pop(key, None)
+
+
+def forget_description_of(proto: onnx.ModelProto) -> None:
+    """Remove the notes that only describe a model from its message."""
+    for i in reversed(range(len(proto.metadata_props))):
+        if proto.metadata_props[i].key in _DESCRIBING:
+            del proto.metadata_props[i]
 
 
 @dataclass(frozen=True)

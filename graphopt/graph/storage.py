@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError, Message
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import replacing
+from graphopt.graph import metadata
 from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
 from graphopt.graph.mapped import MappedFile, RoomyTensor, like_tensor
-from graphopt.graph.metadata import DESCRIBING
 from graphopt.graph.not_a_model import check_path, not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
 from graphopt.graph.traversal import nodes_of
@@ -88,9 +88,7 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
 def identity_of(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model's skeleton without the notes that only describe it, by which caches know what it computes."""
     proto, weights = apart(model)
-    for i in reversed(range(len(proto.metadata_props))):
-        if proto.metadata_props[i].key in DESCRIBING:
-            del proto.metadata_props[i]
+    metadata.forget_description_of(proto)
     return _bytes(proto), weights
 
 
@@ -432,8 +430,8 @@ def apart(
         doc_string=graph.doc_string,
         opset_imports=graph.opset_imports,
         name=graph.name,
-        metadata_props=graph.metadata_props,
     )
+    metadata.copy(graph, view)
     seen = copy.copy(model)
     seen.graph = view  # type: ignore[assignment]  # onnx_ir writes such a model, too
     return ir.to_proto(seen), weights
@@ -448,6 +446,6 @@ def _reference(weight: ir.Value) -> ir.Value:
     reference = ir.ExternalTensor("weights", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name_of(weight))
     value = ir.Value(name=weight.name, shape=weight.shape, type=weight.type, doc_string=weight.doc_string)
     value.const_value = like_tensor(reference, tensor)
-    value.metadata_props.update(weight.metadata_props)
+    metadata.copy(weight, value)
     value.meta.update(weight.meta)
     return value
