@@ -192,8 +192,8 @@ def test_frozen_weights_have_no_gradients_in_the_blocks() -> None:
 def test_the_logits_are_outputs_of_prediction_and_evaluation_but_not_of_a_step() -> None:
     loss = passes.CausalLanguageModel(blocks=2)
     _, executor = by_graphopt(decoder(), loss, {"input_ids": IDS})
-    assert executor.reported == ["loss"]
-    assert executor.outputs == ["loss", "logits"]
+    assert executor.reported == ("loss",)
+    assert executor.outputs == ("loss", "logits")
     trained = executor.trained()
     assert [x.name for x in trained.graph.input] == ["input_ids"]
     logits = graphopt.run(trained, {"input_ids": IDS})["logits"]
@@ -306,7 +306,7 @@ def test_cross_entropy_computes_blocks_too(ignored: int | None) -> None:
     expected.backward()
     gradients = {name: x.grad.numpy() for name, x in w.items() if x.grad is not None}
     check(found, {"loss": expected.detach().numpy(), **gradients})
-    assert executor.reported == ["loss"]
+    assert executor.reported == ("loss",)
     for wrong in (
         {"axis": 1},
         {"axis": -1, "from_logits": False},

@@ -148,6 +148,10 @@ CHANGES = {
     "a union": lambda e: e.state.__ior__({"fc0.bias": np.full(8, 7, np.float32)}),
     "a name less": lambda e: e.state.pop("fc0.bias"),
     "a hyperparameter": lambda e: e.hyperparameters.__setitem__("learning_rate", 7.0),
+    "a view": lambda e: e.parameters["fc0.weight"].T.reshape(-1).__setitem__(0, 7),
+    "a counter": lambda e: e.state["step"].__iadd__(7),
+    "all parameters": lambda e: setattr(e, "parameters", {"fc0.bias": np.full(8, 7, np.float32)}),
+    "all hyperparameters": lambda e: setattr(e, "hyperparameters", {"learning_rate": 7.0}),
 }
 
 
@@ -164,6 +168,13 @@ def test_a_copy_of_the_state_cannot_be_changed(executor, change):
     executor.set_hyperparameters(learning_rate=0.5)
     assert (executor.parameters["fc0.bias"] == 7).all()
     assert executor.learning_rate == executor.hyperparameters["learning_rate"] == 0.5
+
+
+def test_names_that_are_returned_cannot_be_changed(executor):
+    """A name that is added to a copy would be reported by no step."""
+    for names in (executor.outputs, executor.reported):
+        with pytest.raises(AttributeError, match="'tuple' object"):
+            names.append("y")
 
 
 def test_state_can_be_read_and_put_back(executor):

@@ -472,6 +472,22 @@ def test_gates_that_pytorchs_exporter_sorts_are_rounded_before(other):
     np.testing.assert_array_equal(run(found, rows, optimize=False), expected)
 
 
+def test_what_a_weight_is_made_of_is_looked_through_once():
+    """Each of 40 parts is read twice: 2 ** 40 ways lead to the weight."""
+    parts = " ".join(f"c{i} = Concat<axis=0>(w{i}, w{i}) w{i + 1} = Slice(c{i}, zero, end, zero)" for i in range(40))
+    proto = model(
+        f"""g (float[5,N,3] x) => (float[5,1,N,4] y) {{
+            {parts} w = Unsqueeze(w40, zero) y = RNN<hidden_size=4>(x, w, r) }}""",
+        **{"w0": normal(4, 3), "r": normal(1, 4, 4), "zero": np.array([0]), "end": np.array([4])},
+    )
+    fake = passes.FakeQuantize(activations=None)
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1), quantize=fake)
+    rows, target = normal(5, 2, 3).astype(np.float32), np.zeros((5, 1, 2, 4), np.float32)
+    executor = graphopt.Executor(step)
+    executor.step(x=rows, target=target)
+    assert initializers(executor.trained())["w0"].dtype == np.int8
+
+
 @pytest.mark.parametrize("ends", ["g = Flatten(p) h = Dropout(g, half)", "g = Dropout(p, half) h = Flatten(g)"])
 @pytest.mark.parametrize("training", [passes.TrainingMode(), None])
 def test_what_a_dropout_passes_is_rounded_once(training, ends, tmp_path):

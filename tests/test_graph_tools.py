@@ -16,7 +16,8 @@ import passes
 from graphopt.errors import GraphoptError
 from graphopt.graph import storage
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ORIGINAL_NAME
+from graphopt.graph.metadata import LABELS, ORIGINAL_NAME
+from graphopt.graph.parts import ModelParts
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import Role
 from graphopt.graph.values import name_of, swap
@@ -84,6 +85,26 @@ def test_bytes_without_weights_refer_to_them(monkeypatch: pytest.MonkeyPatch) ->
     assert storage.model_digest(loaded) == hashlib.sha256(storage.whole(loaded)).hexdigest()
     monkeypatch.setattr(storage, "LIMIT", 1000)
     assert storage.message(loaded)[0] == content
+
+
+@pytest.mark.parametrize("write", [storage.skeleton, storage.identity_of, storage.without_weights, ModelParts.of])
+def test_a_model_stays_as_it_is_while_it_is_written(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may read its weights and notes, or write it, too."""
+    loaded: Any = graphopt.load(mlp((64, 64, 3)))
+    own = ir.node("LayerNormalization", loaded.graph.outputs, {"epsilon": 1e-5}, domain="com.microsoft")
+    loaded.graph.append(own)
+    LABELS.write(loaded, '["cat", "dog"]')
+    weight, to_proto = loaded.graph.initializers["fc0.weight"], ir.to_proto
+    before, notes = weight.const_value, dict(loaded.metadata_props)
+
+    def written(model: ir.Model) -> onnx.ModelProto:
+        assert weight.const_value is before
+        assert loaded.metadata_props == notes
+        assert own.domain == "com.microsoft"
+        return to_proto(model)
+
+    monkeypatch.setattr(ir, "to_proto", written)
+    write(loaded)
 
 
 @pytest.mark.parametrize("limit", [storage.LIMIT, 1000])

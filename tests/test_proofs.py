@@ -139,6 +139,10 @@ def test_another_folder_is_not_remembered(built: Path, folders: Any, tmp_path: P
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     assert opened(built, tmp_path, folder, copy) == [(0, "proven"), (0, "proven before")]  # the same files
+    (note,) = (tmp_path / "graphopt").glob("proof-??")  # one of 256
+    for content in (b"", bytes(8)):
+        note.write_bytes(content)
+        assert opened(built, tmp_path, folder, copy) == [(0, "proven"), (0, "proven before")]
     for name in ("state.safetensors", "weights.bin"):
         content = (copy / name).read_bytes()
         (copy / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the lowest bit of an exponent, or a sign

@@ -149,7 +149,7 @@ def test_a_classifier_trains_and_keeps_its_labels(name, tmp_path):
     assert losses[-1] < losses[0]
     label, table = run(executor.trained()).values()
     np.testing.assert_array_equal(label, classes[np.argmax(scores(table), axis=1)])
-    assert list(executor.predict({proto.graph.input[0].name: X})) == executor.outputs[1:]
+    assert list(executor.predict({proto.graph.input[0].name: X})) == list(executor.outputs[1:])
 
 
 @pytest.mark.parametrize("name", REGRESSORS)

@@ -100,8 +100,8 @@ def check_architecture(family: str, name: str, answers: Any) -> None:
     for exporter in case.exporters:
         try:
             made = export(case, exporter)
-        except (Exception, SystemExit):  # noqa: BLE001 - whatever a framework raises
-            answers.put((name, exporter, "not exported", None, 0.0))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises
+            answers.put((name, exporter, f"not exported: {type(error).__name__}", None, 0.0))
             continue
         try:
             chosen = {"parameters": passes.Parameters(freeze=case.freeze), "training": case.training}
@@ -133,15 +133,16 @@ def sweep(families: list[str]) -> None:
                 if answers.empty():
                     time.sleep(0.1)
                     continue
-                _, exporter, _, findings, spent = answers.get()
+                _, exporter, why, findings, spent = answers.get()
                 if findings is None:
+                    print(f"skipped: {family}, {name}, {exporter}: {why}", file=sys.stderr)
                     skipped += 1
                     continue
                 seconds.append(spent)
                 counts.update(verdict for _, verdict, _ in findings)
                 for _, verdict, told in findings:
-                    if verdict == "differs":
-                        print(f"false alarm: {family}, {name}, {exporter}: {told}", file=sys.stderr)
+                    if verdict != "agrees":
+                        print(f"{verdict}: {family}, {name}, {exporter}: {told}", file=sys.stderr)
             process.join()
         median = statistics.median(seconds) if seconds else 0.0
         row = [counts["agrees"], counts["not checked"], counts["differs"], f"{median:.2f}", skipped]

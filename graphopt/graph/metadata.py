@@ -22,7 +22,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.fields import hints, read_value
 
-Holder = ir.Model | ir.Graph | ir.Node | ir.Value
+Holder = ir.Model | ir.Graph | ir.GraphView | ir.Node | ir.Value
 H = TypeVar("H", bound=Holder)
 N = TypeVar("N", bound="Note")
 
@@ -416,16 +416,11 @@ def forget_description(model: ir.Model) -> None:
         model.metadata_props.pop(key, None)
 
 
-@contextlib.contextmanager
-def undescribed(model: ir.Model) -> Iterator[None]:
-    """Take the notes that only describe a model out of it, in a `with` block."""
-    notes = dict(model.metadata_props)
-    forget_description(model)
-    try:
-        yield
-    finally:
-        model.metadata_props.clear()
-        model.metadata_props.update(notes)
+def forget_description_of(proto: onnx.ModelProto) -> None:
+    """Remove the notes that only describe a model from its message."""
+    for i in reversed(range(len(proto.metadata_props))):
+        if proto.metadata_props[i].key in _DESCRIBING:
+            del proto.metadata_props[i]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from graphopt.graph.checking import EXTERNAL
 from graphopt.graph.mapped import MappedTensor, like_tensor
-from graphopt.graph.storage import LIMIT, Weights, external, write_large, write_message
+from graphopt.graph.storage import LIMIT, Weights, apart, write_large, write_message
 
 _CHUNK = 2**24  # bytes that are compared at a time
 
@@ -31,11 +31,7 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: ir.Model) -> ModelParts:
-        with external(model, lambda x: not isinstance(x, ir.serde.TensorProtoTensor)) as weights:
-            for name, weight in weights.items():
-                if (reference := model.graph.initializers[name].const_value) is not None:
-                    _described(reference, weight, name)
-            return cls(ir.to_proto(model), weights)
+        return cls(*apart(model, lambda x: not isinstance(x, ir.serde.TensorProtoTensor)))
 
     def referring(self) -> list[onnx.TensorProto]:
         """Return the initializers whose numbers are not in the message."""

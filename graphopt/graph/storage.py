@@ -6,13 +6,13 @@ digests, does so by these functions.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import hashlib
 import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from google.protobuf.message import DecodeError, Message
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import replacing
+from graphopt.graph import metadata
 from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
 from graphopt.graph.mapped import MappedFile, RoomyTensor, like_tensor
-from graphopt.graph.metadata import undescribed
 from graphopt.graph.not_a_model import check_path, not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
 from graphopt.graph.traversal import nodes_of
-from graphopt.graph.values import tensor_bytes
+from graphopt.graph.values import name_of, tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
 MAPPED_FROM = 2**26  # bytes of weights in files beside a model; fewer are read into memory
@@ -81,14 +81,15 @@ def message(model: ir.Model) -> tuple[bytes, Weights]:
 
 def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model as bytes without its large weights, to which it refers as external data, and these by name."""
-    with external(model) as weights:
-        return whole(model), weights
+    proto, weights = apart(model)
+    return _bytes(proto), weights
 
 
 def identity_of(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model's skeleton without the notes that only describe it, by which caches know what it computes."""
-    with undescribed(model):
-        return skeleton(model)
+    proto, weights = apart(model)
+    metadata.forget_description_of(proto)
+    return _bytes(proto), weights
 
 
 @dataclass(frozen=True)
@@ -120,27 +121,21 @@ class Content:
 
 def whole(model: ir.Model) -> bytes:
     """Return a model with all its weights as bytes, the same for equal models."""
-    with _runtimes_domains(model):
-        return _bytes(ir.to_proto(model))
+    return _bytes(ir.to_proto(model))
 
 
 def _bytes(proto: onnx.ModelProto) -> bytes:
+    _move_runtimes_own(messages_of(onnx.NodeProto, proto))
     for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
         _clear_names(nodes)
     return proto.SerializeToString(deterministic=True)
 
 
-@contextlib.contextmanager
-def _runtimes_domains(model: ir.Model) -> Iterator[None]:
-    """Move operators that the runtime knows only in ONNX's domain there, in a `with` block; see `load`."""
-    moved = [node for node in nodes_of(model) if node.domain == MICROSOFT and node.op_type in RUNTIMES_OWN]
-    try:
-        for node in moved:
+def _move_runtimes_own(nodes: Iterable[ir.Node | onnx.NodeProto]) -> None:
+    """Move operators that the runtime knows only in ONNX's domain there; see `load`."""
+    for node in nodes:
+        if node.domain == MICROSOFT and node.op_type in RUNTIMES_OWN:
             node.domain = ""
-        yield
-    finally:
-        for node in moved:
-            node.domain = MICROSOFT
 
 
 def _clear_names(nodes: Iterable[onnx.NodeProto]) -> None:
@@ -163,8 +158,7 @@ def model_digest(model: ir.Model) -> str:
 
 def without_weights(model: ir.Model) -> onnx.ModelProto:
     """Return a copy of a model in which large weights are inputs."""
-    with external(model) as weights:
-        proto = ir.to_proto(model)
+    proto, weights = apart(model)
     _make_inputs(proto.graph, weights)
     return proto
 
@@ -176,8 +170,7 @@ def message_without_weights(model: ir.Model, is_taken: Callable[[ir.TensorProtoc
         is_taken: whether to take a weight out.
     """
     outputs = {x.const_value for x in model.graph.outputs}  # an input cannot be an output
-    with external(model, lambda x: x not in outputs and is_taken(x)) as weights, _runtimes_domains(model):
-        proto = ir.to_proto(model)
+    proto, weights = apart(model, lambda x: x not in outputs and is_taken(x))
     _make_inputs(proto.graph, weights)
     return _bytes(proto), weights
 
@@ -251,11 +244,14 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
         else:
             write_message(model, path)
         return
-    with _runtimes_domains(model):
-        if is_large(model):
-            write_large(model, path)
-        else:
-            write_message(ir.to_proto(model), path)
+    if is_large(model):
+        model = model.clone()
+        _move_runtimes_own(nodes_of(model))
+        write_large(model, path)
+    else:
+        proto = ir.to_proto(model)
+        _move_runtimes_own(messages_of(onnx.NodeProto, proto))
+        write_message(proto, path)
 
 
 def path_of_file(path: str | os.PathLike[str], call: str) -> Path:
@@ -412,18 +408,44 @@ def _map_external(values: Iterable[ir.Value]) -> None:
         value.const_value = files[tensor.path].tensor(tensor, tensor.offset or 0)
 
 
-@contextlib.contextmanager
-def external(model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool] = lambda tensor: True) -> Iterator[Weights]:
-    """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
-    values = {k: x for k, x in model.graph.initializers.items() if tensor_bytes(x.const_value) > _SMALL}
-    named = {name: x.const_value for name, x in values.items() if x.const_value is not None}
-    weights = {name: tensor for name, tensor in named.items() if is_taken(tensor)}
-    for name, tensor in weights.items():
-        values[name].const_value = ir.ExternalTensor(
-            "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
-        )
-    try:
-        yield weights
-    finally:
-        for name, tensor in weights.items():
-            values[name].const_value = tensor
+def apart(
+    model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool] = lambda tensor: True
+) -> tuple[onnx.ModelProto, Weights]:
+    """Return a model as a message that refers to its large weights as external data, and these by name.
+
+    The model stays as it is: other threads may read it.
+
+    Args:
+        is_taken: whether to take a large weight out.
+    """
+    graph, weights = model.graph, Weights()
+    for name, x in graph.initializers.items():
+        if x.const_value is not None and tensor_bytes(x.const_value) > _SMALL and is_taken(x.const_value):
+            weights[name] = x.const_value
+    view = ir.GraphView(
+        graph.inputs,
+        graph.outputs,
+        nodes=graph,
+        initializers=[_reference(x) if name in weights else x for name, x in graph.initializers.items()],
+        doc_string=graph.doc_string,
+        opset_imports=graph.opset_imports,
+        name=graph.name,
+    )
+    metadata.copy(graph, view)
+    seen = copy.copy(model)
+    seen.graph = view  # type: ignore[assignment]  # onnx_ir writes such a model, too
+    return ir.to_proto(seen), weights
+
+
+def _reference(weight: ir.Value) -> ir.Value:
+    """Return a value like an initializer whose numbers are external data."""
+    tensor = weight.const_value
+    if tensor is None:
+        raise AssertionError(f"{weight.name} has no numbers")
+    shape = ir.Shape(tensor.shape.numpy())
+    reference = ir.ExternalTensor("weights", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name_of(weight))
+    value = ir.Value(name=weight.name, shape=weight.shape, type=weight.type, doc_string=weight.doc_string)
+    value.const_value = like_tensor(reference, tensor)
+    metadata.copy(weight, value)
+    value.meta.update(weight.meta)
+    return value

@@ -35,6 +35,13 @@ from graphopt.runtime.steps import Parts, Steps
 from graphopt.runtime.tensors import Tensor, to_ort
 
 _SETTABLE = ("learning_rate", "properties", "state")
+# What changes the attributes that cannot be set
+_MEANS_OF_CHANGE = {
+    "parameters": "call executor.update_state({name: array})",
+    "hyperparameters": "call executor.set_hyperparameters(name=value)",
+    "batches": "call executor.set_batches(count)",
+    "reported": "create another executor, with report=[name]",
+}
 # Of an executor and data
 _FUNCTIONS = {name: name for name in ("evaluate", "fit", "predict")} | {"train": "fit"}
 
@@ -130,6 +137,9 @@ class Executor(Checked):
                 f"{name}: expected no new value, as the options of an executor do not change, found {value!r}: create "
                 f"another executor"
             )
+        means = _MEANS_OF_CHANGE.get(name)
+        if means is not None:
+            raise GraphoptError(f"{name}: expected no new value, found one: {means}")
         is_own = name[:1] == "_" or name in _SETTABLE or hasattr(type(self), name)
         if not is_own and nearest(name, _SETTABLE):
             raise GraphoptError(f"executor: {unknown('attribute', name, _SETTABLE)}")
@@ -397,14 +407,14 @@ class Executor(Checked):
         return dict(self._inputs.values)
 
     @property
-    def outputs(self) -> list[str]:
+    def outputs(self) -> tuple[str, ...]:
         """Return the names of all outputs that a step can report, `loss` first."""
-        return reportable(self._model)
+        return tuple(reportable(self._model))
 
     @property
-    def reported(self) -> list[str]:
-        """Return the names of the outputs that a step reports, `loss` first."""
-        return list(self._parts.report)
+    def reported(self) -> tuple[str, ...]:
+        """Return the names of the outputs that a step reports, `loss` first: those of the option `report`."""
+        return tuple(self._parts.report)
 
     @property
     def properties(self) -> dict[str, Property]:

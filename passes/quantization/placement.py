@@ -94,7 +94,7 @@ def products(graph: ir.Graph) -> Iterator[Product]:
     for node in graph:
         for read in (given(node.inputs[index]) for index in row_of(node).weights if index < len(node.inputs)):
             if node.op_type in RECURRENT and read.producer() is not None:
-                parts = [x for x in dict.fromkeys(_parts(read)) if is_weight(x) and len(x.shape or ()) == 2]
+                parts = [x for x in _parts(read) if is_weight(x) and len(x.shape or ()) == 2]
                 yield from (Product(node, x, x, 0) for x in parts if _is_of_recurrences(x))
                 continue
             weight: ir.Value | None = read
@@ -111,14 +111,15 @@ def products(graph: ir.Graph) -> Iterator[Product]:
                 yield Product(node, weight, read, _channel(node, read.shape))
 
 
-def _parts(x: ir.Value) -> Iterator[ir.Value]:
-    """Yield what the weight of a recurrence is made of: PyTorch's exporter sorts gates, and stacks directions."""
-    node = x.producer()
-    if node is None:
-        yield x
-    elif node.op_type in _SORTS:
-        for part in node.inputs if node.op_type == "Concat" else node.inputs[:1]:
-            yield from _parts(given(part))
+def _parts(x: ir.Value) -> list[ir.Value]:
+    """Return what the weight of a recurrence is made of: PyTorch's exporter sorts gates, and stacks directions."""
+    reached = [x]
+    for y in reached:
+        node = y.producer()
+        if node is not None and node.op_type in _SORTS:
+            read = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+            reached += [z for z in dict.fromkeys(map(given, read)) if z not in reached]
+    return [y for y in reached if y.producer() is None]
 
 
 def _is_of_recurrences(x: ir.Value) -> bool:

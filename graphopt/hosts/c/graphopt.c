@@ -600,9 +600,10 @@ static const char *build(void) {
     return NULL;
 }
 
-/* Writes the path of the file that remembers a proof: its name is a hash of all files, of the runtime's build, of the
-   processor, and of how this compares. Its folder belongs to the user alone. Returns 0 if one of these is not known. */
-static int note_of(const GraphoptTrainer *t, const char *folder, const File *proof, char *path, size_t room) {
+/* Writes the path of the file that remembers a proof, one of 256, and its content: a hash of all files, of the runtime's
+   build, of the processor, and of how this compares. Its folder belongs to the user alone. Returns 0 if one of these is
+   not known. */
+static int note_of(const GraphoptTrainer *t, const char *folder, const File *proof, char *path, size_t room, uint64_t *content) {
     static const char *const files[] = {"train.onnx", "evaluate.onnx", "weights.bin"};
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME"), *version = OrtGetApiBase()->GetVersionString(), *own = build();
     char block[65536];
@@ -623,7 +624,8 @@ static int note_of(const GraphoptTrainer *t, const char *folder, const File *pro
     if (!(cache && *cache) && !(home && *home)) return 0;
     int length = snprintf(path, room, "%s%s/graphopt", cache && *cache ? cache : home, cache && *cache ? "" : "/.cache");
     if (length + 24 >= (int)room || (mkdir(path, 0700), stat(path, &about)) || about.st_uid != getuid() || about.st_mode & 022) return 0;
-    snprintf(path + length, room - (size_t)length, "/proof-%016llx", (unsigned long long)key);
+    snprintf(path + length, room - (size_t)length, "/proof-%02x", (unsigned)(key & 255));
+    *content = key;
     return 1;
 }
 
@@ -632,10 +634,13 @@ static GraphoptCode prove(GraphoptTrainer *t, const char *folder) {
     File proof = {0};
     char note[4096], reason[sizeof message];
     FILE *file = NULL;
+    uint64_t key = 0, known = 0;
     if (!strstr(t->host, "\"proof\": \"proof.safetensors\"")) return fail(GRAPHOPT_OK, "not proven: the folder has no proof");
     if (!read_file(folder, "proof.safetensors", &proof.data, &proof.size)) {
-        int has_note = note_of(t, folder, &proof, note, sizeof note);
-        if (has_note && (file = fopen(note, "rb"))) return fclose(file), free(proof.data), fail(GRAPHOPT_OK, "proven before");
+        int has_note = note_of(t, folder, &proof, note, sizeof note, &key);
+        int is_known = has_note && (file = fopen(note, "rb")) && fread(&known, sizeof known, 1, file) && known == key;
+        if (file) fclose(file);
+        if (is_known) return free(proof.data), fail(GRAPHOPT_OK, "proven before");
         GraphoptCode code = feed_proof(t, &proof), other = code ? code : prove_graph(t, folder, &t->train, &proof);
         if (!code && !t->is_wrong) code = prove_graph(t, folder, &t->evaluate, &proof);
         if (!code) code = other;
@@ -643,7 +648,7 @@ static GraphoptCode prove(GraphoptTrainer *t, const char *folder) {
             if (x->is_proof) ort->ReleaseValue(x->value), x->value = NULL;
         free(proof.data);
         if (t->is_wrong) return code;
-        if (!code && has_note && (file = fopen(note, "wbx"))) fclose(file);
+        if (!code && has_note && (file = fopen(note, "wb"))) fwrite(&key, sizeof key, 1, file), fclose(file);
         if (!code) return fail(GRAPHOPT_OK, "proven");
     }
     snprintf(reason, sizeof reason, "%s", message);
