@@ -319,6 +319,12 @@ MUTANTS = [
         ("filters", "node.attributes.clear()", "pass"),
         ("filters", "a.T.reshape(rank", "a.reshape(rank"),
     ),
+    *of(
+        "passes/quantization/fake_quantize.py",
+        QUANTIZATION,
+        ("tied", "self._straight(self._floats(q, scale, zero), x)", "x"),
+    ),
+    *of("passes/quantization/placement.py", QUANTIZATION, ("something_else", "return []  # or it", "pass  # or it")),
 ]
 
 if __name__ == "__main__":
