@@ -325,6 +325,12 @@ MUTANTS = [
         ("recurrent_layers and GRU", "of_x[2] * f(op, like(reset, states))", "of_x[2]"),
         ("recurrent_layers and LSTM", "of_x = [own[place] for place in order]", "of_x = [*own]"),
     ),
+    *of(
+        "passes/quantization/fake_quantize.py",
+        QUANTIZATION,
+        ("tied", "self._straight(self._floats(q, scale, zero), x)", "x"),
+    ),
+    *of("passes/quantization/placement.py", QUANTIZATION, ("something_else", "return []  # or it", "pass  # or it")),
 ]
 
 if __name__ == "__main__":

@@ -247,16 +247,20 @@ class Rounded(torch.nn.Module):
         return x
 
 
-def beside_pytorch(network, layers, rows, target, names, limit=127, pooled=False):
+def beside_pytorch(
+    network, layers, rows, target, names, limit=127, pooled=False, native=False, optimizers=None, atol=1e-6
+):
     """Train ten steps in both, and compare losses, ranges and weights."""
-    executor = executor_of(network, rows, target, weight_range=limit)
+    own, twin = optimizers or (passes.SGD(0.05), lambda parameters: torch.optim.SGD(parameters, 0.05))
+    step = step_of(network, rows, target, steps={"optimizer": own}, weight_range=limit)
+    executor = graphopt.Executor(step, threads=1, native=native)
     weights = initializers(executor.trained(quantized=False))
     for name, layer in layers.items():
         layer.weight.data = torch.tensor(weights[f"{name}.weight"])
         layer.bias.data = torch.tensor(weights[f"{name}.bias"])
     ranges = [[float(executor.state[f"{name}.{end}"]) for end in ("low", "high")] for name in names]
     theirs = Rounded(list(layers.values()), ranges, limit, pooled)
-    descent = torch.optim.SGD(theirs.parameters(), 0.05)
+    descent = twin(theirs.parameters())
     found, expected = [], []
     for i in range(10):
         batch = {"x": rows[i::10], "target": target[i::10]}
@@ -269,8 +273,8 @@ def beside_pytorch(network, layers, rows, target, names, limit=127, pooled=False
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     for name, layer in layers.items():
         for kind in ("weight", "bias"):
-            own = executor.state[f"{name}.{kind}"]
-            np.testing.assert_allclose(own, getattr(layer, kind).detach(), rtol=1e-6, atol=1e-6)
+            trained = executor.state[f"{name}.{kind}"]
+            np.testing.assert_allclose(trained, getattr(layer, kind).detach(), rtol=1e-6, atol=atol)
     for name, rounds in zip(names, theirs.rounds, strict=True):
         ends = (rounds.activation_post_process.min_val, rounds.activation_post_process.max_val)
         for end, number in zip(("low", "high"), ends, strict=True):
@@ -286,6 +290,29 @@ def test_ten_steps_are_those_of_pytorchs_fake_quantization(limit):
     executor.predict(x=10 * X)
     executor.evaluate(x=10 * X, target=T)
     assert all(np.array_equal(before[name], x) for name, x in executor.state.items())
+
+
+OPTIMIZERS = {
+    "momentum": (
+        passes.SGD(0.05, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, 0.05, 0.9, nesterov=True),
+    ),
+    "Adam": (passes.Adam(0.01), lambda p: torch.optim.Adam(p, 0.01)),
+    "AdamW": (passes.AdamW(0.01), lambda p: torch.optim.AdamW(p, 0.01)),
+    "Adagrad": (
+        passes.Adagrad(0.1, initial_accumulator=0.1),
+        lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.1),
+    ),
+    "RMSprop": (passes.RMSprop(0.01), lambda p: torch.optim.RMSprop(p, 0.01)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kernels_of_optimizers_take_the_steps_of_pytorchs_fake_quantization(name):
+    layers = {f"fc{i}": torch.nn.Linear(*sizes) for i, sizes in enumerate([(6, 16), (16, 3)])}
+    options = {"native": True, "optimizers": OPTIMIZERS[name], "atol": 1e-5}
+    beside_pytorch(mlp((6, 16, 3), "Relu"), layers, X, T, ["x", "a0"], **options)
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -332,17 +359,18 @@ def test_ten_steps_of_adapters_are_those_of_pytorchs_fake_quantization_of_merged
         np.testing.assert_allclose(executor.parameters[name], x.detach(), rtol=1e-5, atol=1e-6)
 
 
-def rounded_in_pytorch(w, axis):
-    scale = (w.detach().abs().amax([i for i in range(w.dim()) if i != axis]) / 127).clamp(min=torch.finfo().eps)
-    return torch.fake_quantize_per_channel_affine(w, scale, torch.zeros(len(scale)), axis, -127, 127)
+def rounded_in_pytorch(w, axis, limit=127):
+    scale = (w.detach().abs().amax([i for i in range(w.dim()) if i != axis]) / limit).clamp(min=torch.finfo().eps)
+    return torch.fake_quantize_per_channel_affine(w, scale, torch.zeros(len(scale)), axis, -limit, limit)
 
 
 GATES = {"LSTM": ([0, 3, 1, 2], ""), "GRU": ([1, 0, 2], ", linear_before_reset=1"), "RNN": ([0], "")}
 
 
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("kind", GATES)
-def test_embeddings_and_recurrences_train_as_in_pytorch(kind, directions):
+def test_embeddings_and_recurrences_train_as_in_pytorch(kind, directions, native):
     torch.manual_seed(0)
     table, head = torch.randn(9, 6, requires_grad=True), torch.randn(4 * directions, 3, requires_grad=True)
     cell = getattr(torch.nn, kind)(6, 4, bidirectional=directions == 2)
@@ -368,7 +396,7 @@ def test_embeddings_and_recurrences_train_as_in_pytorch(kind, directions):
     tokens, target = RNG.integers(0, 9, (5, 8)), RNG.standard_normal((5, 8, 3)).astype(np.float32)
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05)}
     step = graphopt.compile(proto, quantize=passes.FakeQuantize(activations=None), **steps)
-    executor = graphopt.Executor(step, threads=1, native=False)
+    executor = graphopt.Executor(step, threads=1, native=native)
     found, expected = [], []
     descent = torch.optim.SGD([table, head, *cell.parameters()], 0.05)
     for _ in range(10):
@@ -777,22 +805,79 @@ def test_products_that_share_a_bias_have_integers_of_their_own():
     np.testing.assert_array_equal(run(found, X, optimize=False), run(simulated(executor), X, optimize=False))
 
 
-def test_a_tied_or_embedded_weight_stays_in_float():
+TIED = {
+    "its transpose": "t = Transpose<perm=[1,0]>(w) y = MatMul(r, t)",
+    "all of it": "y = Gemm<transB=1>(r, w)",
+    "its columns": "y = MatMul(r, w)",
+}
+
+
+@pytest.mark.parametrize("head", TIED)
+@pytest.mark.parametrize("options", ["int8", "int4"])
+def test_a_tied_table_is_rounded_once_and_trains_as_in_pytorch(head, options, tmp_path):
+    rows = "s = Transpose<perm=[1,0]>(w) e = Gather(s, x)" if head == "its columns" else "e = Gather(w, x)"
     proto = model(
-        """g (int64[N,2] x) => (float[N,2,5] y) { e = Gather(w, x) t = Transpose<perm=[1,0]>(w) h = MatMul(e, v)
-            y = MatMul(h, t) }""",
-        w=normal(5, 4),
-        v=normal(4, 4),
+        f"g (int64[N] x) => (float[N,9] y) {{ {rows} h = Gemm(e, v, b) r = Tanh(h) {TIED[head]} }}",
+        **{"w": normal(6, 9) if head == "its columns" else normal(9, 6), "v": normal(6, 6), "b": normal(6)},
     )
-    pipeline = graphopt.standard(
-        quantize=passes.FakeQuantize(), loss=passes.CrossEntropy(axis=-1), optimizer=passes.SGD(0.1)
+    ranges = {"e": (-2.0, 2.1), "r": (-1.0, 1.1)} if options == "int8" else None
+    quantize = passes.FakeQuantize(
+        weights=options, ranges=ranges, observer=None, activations="uint8" if ranges else None, block=None
     )
-    tokens = np.arange(20).reshape(10, 2) % 5
-    arrays = {"x": tokens, "target": tokens}
-    executor = graphopt.Executor(graphopt.adapt(pipeline, proto, arrays, validation=None)(proto), threads=1)
-    executor.step(arrays)
-    kinds = {name: x.dtype for name, x in initializers(executor.trained()).items()}
-    assert (kinds["w"], kinds["v"]) == (np.float32, np.int8)
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    executor = graphopt.Executor(graphopt.compile(proto, quantize=quantize, **steps), threads=1, native=False)
+    x, target = RNG.integers(0, 9, 32), RNG.integers(0, 9, 32)
+    own = {name: torch.tensor(array, requires_grad=True) for name, array in initializers(proto).items()}
+    scales = {
+        name: ((ends[1] - ends[0]) / 255, round(-ends[0] / (ends[1] - ends[0]) * 255))
+        for name, ends in (ranges or {}).items()
+    }
+    descent, found, expected = torch.optim.SGD(own.values(), 0.1), [], []
+    for _ in range(5):
+        found.append(float(executor.step(x=x, target=target)["loss"]))
+        table = rounded_in_pytorch(own["w"][None], 0)[0]
+        table = table.T if head == "its columns" else table
+        v, b = rounded_in_pytorch(own["v"], 1, 127 if ranges else 7), own["b"]
+        e = table[torch.tensor(x)]
+        if ranges:
+            e = torch.fake_quantize_per_tensor_affine(e, *scales["e"], 0, 255)
+            step = scales["e"][0] * own["v"].detach().abs().amax(0) / 127
+            b = b + (torch.round(b / step) * step - b).detach()
+        r = torch.tanh(e @ v + b)
+        r = torch.fake_quantize_per_tensor_affine(r, *scales["r"], 0, 255) if ranges else r
+        loss = torch.nn.functional.cross_entropy(r @ table.T, torch.tensor(target))
+        descent.zero_grad()
+        loss.backward()
+        descent.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(executor.state["w"], own["w"].detach(), rtol=1e-5, atol=1e-6)
+    found = executor.trained()
+    onnx.checker.check_model(found, full_check=True)
+    assert initializers(found)["w"].dtype == np.int8
+    assert initializers(found)["w"].shape == initializers(proto)["w"].shape
+    evaluated = run(simulated(executor), x, optimize=False)
+    np.testing.assert_array_equal(run(found, x, optimize=False), evaluated)
+    np.testing.assert_allclose(run(found, x), evaluated, atol=0.05)
+    if ranges and not OLD:
+        counts = kernels(found, tmp_path)
+        assert (counts["QGemm"] + counts["MatMulIntegerToFloat"], counts["MatMul"] + counts["Gemm"]) == (2, 0), counts
+    floats = run(executor.trained(quantized=False), x)
+    np.testing.assert_allclose(floats, evaluated, atol=0.3)
+
+
+@pytest.mark.parametrize("other", ["k = Mul(w, w)", "k = Identity(w)", "k = Gather<axis=1>(w, zero)"])
+def test_a_table_that_something_else_reads_stays_in_float(other):
+    """Its transpose is no activation either."""
+    proto = model(
+        f"""g (int64[N] x) => (float[N,5] y, float[A,B] k) {{ zero = Constant<value=int64[1] {{0}}>() e = Gather(w, x)
+            h = MatMul(e, v) t = Transpose<perm=[1,0]>(w) y = MatMul(h, t) {other} }}""",
+        **{"w": normal(5, 4), "v": normal(4, 4)},
+    )
+    loaded = graphopt.load(proto)
+    passes.FakeQuantize(ranges={"e": (-1.0, 1.0)})(loaded)
+    rounded = {node.inputs[0].name for node in loaded.graph if node.op_type == "QuantizeLinear"}
+    assert rounded == {"e", "v"}
 
 
 def test_a_table_of_columns_stays_in_float():
@@ -816,8 +901,10 @@ def test_kernels_compute_rounding_with_what_is_around_it():
 
 
 @pytest.mark.slow
-def test_kernels_train_as_the_runtime_does():
-    step = step_of(mlp((6, 16, 8, 3), "Relu"), X, T)
+@pytest.mark.parametrize("dora", [None, False, True])
+def test_kernels_train_as_the_runtime_does(dora):
+    steps = {} if dora is None else {"adapter": passes.LoRA(rank=2, dora=dora), "optimizer": passes.AdamW(0.01)}
+    step = step_of(mlp((6, 16, 8, 3), "Relu"), X, T, steps=steps)
     one, other = (graphopt.Executor(step, threads=1, native=native) for native in (False, True))
     for _ in range(5):
         first, second = (each.step(x=X, target=T)["loss"] for each in (one, other))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnxruntime.quantization import (
@@ -504,3 +505,47 @@ def test_weights_train_behind_nodes_that_move_integers() -> None:
     own, x = executor(proto), batch()[0][:, :, :4, :4]
     assert {"u", "v"} <= own.parameters.keys()
     np.testing.assert_array_equal(own.predict(x=x)["y"], outputs(proto, {"x": x}, optimize=False)["y"])
+
+
+def test_a_mean_that_the_runtime_only_describes_is_lowered_and_comes_back():
+    """NumPy is its oracle: ONNX Runtime has no kernel of QLinearReduceMean."""
+    proto = parsed(
+        """g (float[N,2,8,8] x) => (float[N,5] y) { q = QuantizeLinear(x, s, z)
+            m = com.microsoft.QLinearReduceMean<axes = [2, 3], keepdims = 0>(q, s, z, t, u)
+            h = DequantizeLinear(m, t, u) y = MatMul(h, w) }""",
+        {
+            **{"s": np.array(0.03, np.float32), "z": np.array(117, np.uint8), "t": np.array(0.004, np.float32)},
+            **{"u": np.array(120, np.uint8), "w": np.eye(2, 5, dtype=np.float32)},
+        },
+    )
+    x, target = batch()
+    step = executor(proto)
+    q = np.clip(np.rint(x / np.float32(0.03)) + 117, 0, 255)
+    mean = ((q - 117) * np.float32(0.03)).mean((2, 3))
+    expected = (np.clip(np.rint(mean / np.float32(0.004)) + 120, 0, 255) - 120) * np.float32(0.004)
+    np.testing.assert_allclose(step.predict(x=x)["y"][:, :2], expected, atol=0.0041)  # a step, where a sum is a half
+    first, *_, last = (float(step.step(x=x, target=target)["loss"]) for _ in range(5))
+    assert last < first
+    found = step.trained(into=proto)
+    assert [node.op_type for node in found.graph.node] == [node.op_type for node in proto.graph.node]
+
+
+@pytest.mark.skipif(onnxruntime.__version__.startswith("1.19"), reason="it has no opset 23")
+def test_scales_of_16_bits_train_behind_floats_of_32():
+    """`output_dtype` of opset 23; the oracle is the gradient of float32 scales of the same numbers."""
+    rng = np.random.default_rng(3)
+    q, scale = rng.integers(-127, 128, (5, 4), dtype=np.int8), rng.uniform(0.02, 0.06, 4).astype(np.float16)
+    found = []
+    for dtype in (np.float16, np.float32):
+        proto = onnx.parser.parse_model(
+            """<ir_version: 11, opset_import: ["": 23]> g (float[N,5] x) => (float[N,4] y) {
+            v = DequantizeLinear<axis = 1, output_dtype = 1>(w, s) y = MatMul(x, v) }"""
+        )
+        arrays = {"w": q, "s": scale.astype(dtype)}
+        proto.graph.initializer.extend(onnx.numpy_helper.from_array(x, name) for name, x in arrays.items())
+        step = executor(proto, 0.01)
+        x, target = np.linspace(-1, 1, 40, dtype=np.float32).reshape(8, 5), np.ones((8, 4), np.float32)
+        found.append([float(step.step(x=x, target=target)["loss"]) for _ in range(4)])
+        assert [node.op_type for node in step.trained().graph.node] == ["DequantizeLinear", "MatMul"]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+    assert found[0][-1] < found[0][0]

@@ -112,9 +112,11 @@ def _leave_out_rounding(graph: ir.Graph) -> None:
     """Let the readers of rounded numbers read the numbers themselves."""
     for node in graph:
         if metadata.FAKE.is_set(node):
-            for user in node.outputs[0].consumers():
-                if not is_floating(user.outputs[0]):  # it gathers rows
-                    user.outputs[0].type = user.outputs[0].shape = None
+            reached = [node.outputs[0]]
+            for y in (user.outputs[0] for x in reached for user in x.consumers()):
+                if y.dtype is not None and not is_floating(y):  # rows of a table, or its transpose
+                    y.type = y.shape = None
+                    reached.append(y)
             ir.convenience.replace_all_uses_with(node.outputs[0], given(node.inputs[0]), replace_graph_outputs=True)
 
 

@@ -46,6 +46,7 @@ FORMS = {
     **{f"QLinear{name}": _Form(name, (0, 3), 6) for name in ("Add", "Mul")},
     **{f"QLinear{name}": _Form(name, (0,), 3) for name in ("AveragePool", "GlobalAveragePool", "LeakyRelu")},
     **{f"QLinear{name}": _Form(name, (0,), 3) for name in ("Sigmoid", "Softmax")},
+    "QLinearReduceMean": _Form("ReduceMean", (0,), 3),
     "QLinearConcat": _Form("Concat", (), 0),
     "QLinearWhere": _Form("Where", (1, 4), 7),
 }
@@ -73,6 +74,8 @@ def in_floats(
         steps = np.float32(attributes.get("alpha", 1)) * scales[0] * scales[1]
         floats.append(op.DequantizeLinear(bias, op.constant(steps.astype(np.float32)), axis=rank(bias) - 1))
     x = floats[0]
+    if form.op_type == "ReduceMean":  # an operator that ONNX Runtime describes, and does not compute
+        floats.append(op.constant(np.array(attributes.pop("axes", range(rank(x))), np.int64)))
     if form.op_type == "Softmax" and opset < 13:  # over all axes from this one on
         floats = [op.Flatten(x, axis=attributes.pop("axis", 1))]
     y: Value = op.call_op(form.op_type, floats, attributes)  # type: ignore[assignment]

@@ -49,9 +49,10 @@ class FakeQuantize(Pass):
 
     A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each
     block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
-    biases become 32-bit integers. A table of embeddings becomes 8-bit integers with one scale. The weights of a
-    recurrence have a scale for each output, or for each of two directions, and are multiplied in floats. Gradients pass
-    rounding straight through, and are 0 outside of the range (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
+    biases become 32-bit integers. A table of embeddings becomes 8-bit integers with one scale, also where a product
+    multiplies by it, as a tied embedding. The weights of a recurrence have a scale for each output, or for each of two
+    directions, and are multiplied in floats. Gradients pass rounding straight through, and are 0 outside of the range
+    (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
     `Executor.trained()` returns the model in integers, and `trained(quantized=False)` in floats. Activations are
     rounded where ONNX Runtime then computes on integers. A weight with an adapter, such as `LoRA`, is rounded
     after the adapter's change; both models have the merged weight.
@@ -206,7 +207,7 @@ class FakeQuantize(Pass):
 
     @staticmethod
     def _nodes(products: Iterable[Product]) -> list[ir.Node]:
-        return [product.node for product in products if product.axis is not None]
+        return [node for product in products for node in product.products]
 
     def _check_ranges(self, names: Iterable[str]) -> None:
         """Raise an error unless there are ranges of these activations, and of no others."""
@@ -302,15 +303,27 @@ class _Writer:
         zero = op.constant(np.zeros(_sizes(scale), np.int8)) if kind == "int8" else None
         integers = STORED.mark(self._integers(w, scale, zero, **layout))
         if axis is None:
-            rows = like(op.Gather(w, node.inputs[1]), node.outputs[0])
-            integers = op.Gather(integers, node.inputs[1])
-            swap(node.outputs[0], self._straight(self._floats(integers, scale, zero), rows))
-            op.graph.remove(node, safe=True)
+            for reader, x in product.readers:
+                self._read_table(reader, x, integers, scale, zero)
         else:
             rounded = self._floats(integers, scale, zero, **layout)
             redirect(uses, self._straight(rounded, w))
         if step is not None:
             node.replace_input_with(2, self._round_bias(given(bias), flat, step * scale, is_shared))
+
+    def _read_table(
+        self, node: ir.Node, x: ir.Value, integers: ir.Value, scale: ir.Value, zero: ir.Value | None
+    ) -> None:
+        """Make a node read a table, or its transpose, as its integers stand for it: rows, or all of it."""
+        op, view, q = self._op, x.producer(), integers
+        if view is not None:
+            q = op.call_op(view.op_type, [integers], dict(view.attributes))  # type: ignore[assignment]
+        if node.op_type != "Gather":
+            node.replace_input_with(1, self._straight(self._floats(q, scale, zero), x))
+            return
+        rows = like(op.Gather(x, node.inputs[1]), node.outputs[0])
+        swap(node.outputs[0], self._straight(self._floats(op.Gather(q, node.inputs[1]), scale, zero), rows))
+        op.graph.remove(node, safe=True)
 
     def _largest_of_blocks(self, w: ir.Value, axis: int, sizes: list[int]) -> ir.Value:
         """Emit the largest magnitude in each block along an axis of a matrix; the last block may be shorter."""

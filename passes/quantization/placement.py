@@ -73,12 +73,19 @@ class Product:
         weight: the initializer.
         read: the value to round, which is the weight or its transpose.
         axis: the axis of `read` that has one scale per output; None for one scale.
+        readers: of a table, the nodes that read rows of it or multiply by it, and what they read: it, or its transpose.
     """
 
     node: ir.Node
     weight: ir.Value
     read: ir.Value
     axis: int | None
+    readers: tuple[tuple[ir.Node, ir.Value], ...] = ()
+
+    @property
+    def products(self) -> list[ir.Node]:
+        """Return the nodes that multiply by the weight."""
+        return [self.node] if self.axis is not None else [node for node, _ in self.readers if node.op_type != "Gather"]
 
 
 def row_of(node: ir.Node) -> Row:
@@ -90,7 +97,10 @@ def row_of(node: ir.Node) -> Row:
 
 
 def products(graph: ir.Graph) -> Iterator[Product]:
-    """Yield the products, and the tables of embeddings, with weights of floats that nothing else reads."""
+    """Yield the products, and the tables of embeddings, with weights of floats that nothing else reads.
+
+    A table may also be the weight of products, as in a tied embedding.
+    """
     for node in graph:
         for read in (given(node.inputs[index]) for index in row_of(node).weights if index < len(node.inputs)):
             if node.op_type in RECURRENT and read.producer() is not None:
@@ -99,16 +109,32 @@ def products(graph: ir.Graph) -> Iterator[Product]:
                 continue
             weight: ir.Value | None = read
             while weight is not None and (before := weight.producer()) is not None:
-                is_view = before.op_type in ("Identity", "Transpose") and before.domain == ""
-                weight = before.inputs[0] if is_view and len(weight.uses()) == 1 else None
+                weight = before.inputs[0] if _is_view(before) and len(weight.uses()) == 1 else None
             if weight is None or read.shape is None or not is_weight(weight):
                 continue
             if node.op_type in ("Gather", "MatMul") and len(read.shape) != 2:
                 continue  # the runtime has no kernel for a scale for each output of several matrices
-            if node.op_type == "Gather" and node.attributes.get_int("axis", 0) % 2:
-                continue  # it reads columns: no table
-            if len(weight.uses()) == 1 and not weight.is_graph_output():
+            if node.op_type == "Gather":
+                readers = _readers_of_table(weight)
+                if next((reader for reader, _ in readers if reader.op_type == "Gather"), None) is node:
+                    yield Product(node, weight, weight, None, tuple(readers))
+            elif len(weight.uses()) == 1 and not weight.is_graph_output():
                 yield Product(node, weight, read, _channel(node, read.shape))
+
+
+def _is_view(node: ir.Node) -> bool:
+    return node.op_type in ("Identity", "Transpose") and node.domain == ""
+
+
+def _readers_of_table(w: ir.Value) -> list[tuple[ir.Node, ir.Value]]:
+    """Return the nodes that read rows of a matrix or multiply by it, and what they read; none if others read it."""
+    views = [w, *(node.outputs[0] for node in w.consumers() if _is_view(node))]
+    uses = [(use, x) for x in views for use in x.uses() if not (x is w and _is_view(use.node))]
+    for use, _ in uses:
+        is_matrix = use.node.op_type in ("Gather", "Gemm", "MatMul") and use.idx in row_of(use.node).weights
+        if not is_matrix or (use.node.op_type == "Gather" and use.node.attributes.get_int("axis", 0) % 2):
+            return []  # or it reads columns: no table
+    return [] if any(x.is_graph_output() for x in views) else [(use.node, x) for use, x in uses]
 
 
 def _parts(x: ir.Value) -> list[ir.Value]:
@@ -260,8 +286,8 @@ def tensors(graph: ir.Graph, chosen: Iterable[ir.Node], *, others: bool) -> dict
 
 
 def _is_activation(x: ir.Value) -> bool:
-    """Return whether a value is of float32 and depends on the model's input."""
+    """Return whether a value is of float32 and no weight, nor the transpose of one."""
     if x.dtype is not ir.DataType.FLOAT or ir.convenience.get_const_tensor(x) is not None:
         return False
     node = x.producer()
-    return node is not None or not x.is_initializer()
+    return _is_activation(given(node.inputs[0])) if node is not None and _is_view(node) else not x.is_initializer()

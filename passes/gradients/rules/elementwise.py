@@ -220,7 +220,7 @@ def dequantize_linear(
     """Differentiate y = (x - zero) scale, with one scale for all elements, per position on an axis, or per block."""
     dx = None
     if x in active:
-        dx = dy * stretched(op, scale, x, axis, block_size)
+        dx = dy * op.cast(stretched(op, scale, x, axis, block_size), dy.dtype)  # `output_dtype` may be another
         dx.shape = x.shape
     if scale not in active:
         return [dx, None]
