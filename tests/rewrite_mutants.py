@@ -305,7 +305,7 @@ CHOOSING = [
         "passes/weights/evidence.py",
         "weights",
         ("constants_are_told", "and low <= _MASKING and", "and low < -1e30 and"),
-        ("constants_are_told", "(np.abs(factor) < 2).all()", "(np.abs(factor) < 0).all()"),
+        ("constants_are_told", "(np.abs(products) < 2 * squares).all()", "(np.abs(products) < 0 * squares).all()"),
     ),
 ]
 

@@ -757,7 +757,7 @@ def test_a_file_with_sets_is_evaluated(score: str) -> None:
     names = ["coverage", "mean_width", "ece", "brier", "log_loss"]
     found = graphopt.evaluate(executor, others, metrics=names, batch_size=70)
     outputs = graphopt.run(sure, {"x": others["x"]})
-    chosen, p, own = outputs["set"], outputs["probability"].astype(float), others["target"]
+    chosen, p, own = outputs["set"], outputs["probability"], others["target"]
     assert found["coverage"] == pytest.approx(chosen[np.arange(300), own].mean())
     assert found["mean_width"] == pytest.approx(chosen.sum(1).mean())
     assert found["log_loss"] == pytest.approx(log_loss(own, p), rel=1e-5)
