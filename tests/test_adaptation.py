@@ -165,7 +165,7 @@ def test_names_of_classes_beside_numbers_are_refused() -> None:
     x = np.zeros((4, 2), np.float32)
     named, numbers = as_dataset((x, ["b", "a", "b", "a"])), as_dataset((x, [0, 1, 0, 1]))
     for pair in ((named, numbers), (numbers, named)):
-        with pytest.raises(GraphoptError, match="replay: expected classes as in the other data, which have (num|the)"):
+        with pytest.raises(GraphoptError, match=r"replay: expected classes as in the other data, which have (num|the)"):
             replay(*pair)
     step = graphopt.compile(models.mlp((2,), 2), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
     with pytest.raises(GraphoptError, match="validation: data: expected classes as in the other data, which have num"):

@@ -96,11 +96,14 @@ def avalanche(
     runs += [("EWC", plugins.EWCPlugin(strength)) for strength in AVALANCHE_EWC]
     runs += [("LwF", plugins.LwFPlugin(strength, temperature=2)) for strength in AVALANCHE_LWF]
     for share in REPLAY:
-        memory = plugins.ReplayPlugin(round(share * len(second["x"])))
-        runs.append((f"replay of {memory.mem_size} rows", memory))
+        memory = plugins.ReplayPlugin(round(share * len(second["x"])))  # as many in a batch as new ones
+        runs.append((f"replay, {share:g} earlier rows for each", memory))
     for name, plugin in runs:
         torch.manual_seed(seed)
-        network, after = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU()), start.clone()
+        network, after = (
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU()),
+            start.clone(),
+        )
         network.append(torch.nn.Linear(64, 10))
         state = {key.removeprefix("layers."): x.const_value.numpy() for key, x in start.graph.initializers.items()}
         network.load_state_dict({key: torch.from_numpy(x.T.copy()) for key, x in state.items()})
