@@ -73,6 +73,8 @@ class LastLayerLaplace(OfClasses):
     learnt_as: ClassVar[str] = "factors"
 
     def learn(self, model: ir.Model, on_rows: OnRows) -> LastLayerLaplace:
+        if self.rank is not None and self.structure == "diag":
+            raise self.wrong("rank: expected structure full or kron, found diag: leave rank out")
         y, read, weight, features = self._layer(model)
         x, z, _ = on_rows(read, y)
         x = np.concatenate([x, np.ones((len(x), len(weight) - x.shape[1]))], axis=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from builders import model
 from scipy.optimize import minimize, minimize_scalar
@@ -805,3 +806,22 @@ def test_a_table_s_run_is_calibrated_behind_its_columns(tmp_path: Path, monkeypa
     before, after = (graphopt.load(f"run/{name}.onnx") for name in ("trained", "calibrated"))
     assert [y.name for y in before.graph.outputs] == [y.name for y in after.graph.outputs]
     assert any("temperature" in name for name in after.graph.initializers)
+
+
+@pytest.mark.parametrize("dtype", [onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16])
+@pytest.mark.parametrize("score", ["lac", "aps"])
+def test_outputs_of_16_bits_are_calibrated_in_float32(dtype: int, score: str) -> None:
+    """NumPy has no bfloat16 that ONNX Runtime returns, and sums of float16 are rounded to a thousandth."""
+    narrow, word = onnx.helper.tensor_dtype_to_np_dtype(dtype), {10: "float16", 16: "bfloat16"}[dtype]
+    file = model(f"g (float[N,5] x) => ({word}[N,5] y) {{ y = Cast<to = {dtype}>(x) }}")
+    data = {**rows(), "x": rows()["x"].astype(narrow).astype(np.float32)}
+    steps = passes.Temperature(), passes.PredictionSet(0.1, score)
+    plain, sure = (graphopt.calibrate(each, data, *steps) for each in (model(LOGITS), file))
+    assert {y.name: y.dtype.name for y in sure.graph.outputs}["y"] == onnx.TensorProto.DataType.Name(dtype)
+    session = onnxruntime.InferenceSession(ir.to_proto(sure).SerializeToString(), providers=["CPUExecutionProvider"])
+    p, chosen = session.run(["probability", "set"], {"x": data["x"]})
+    expected = graphopt.run(plain, {"x": data["x"]})
+    assert p.dtype == np.float32
+    np.testing.assert_allclose(p, expected["probability"], atol=1e-2)  # y is rounded after the temperature
+    assert (chosen == expected["set"]).mean() > 0.98
+    assert chosen[np.arange(len(p)), data["target"]].mean() >= 0.9
