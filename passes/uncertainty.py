@@ -24,7 +24,6 @@ from passes.gradients.walk import zeros
 from passes.losses.frozen import put_in
 from passes.normalize import Normalize
 from passes.training_mode import drop, ratio_of
-from passes.weights.initializers import register
 
 __all__ = ["Ensemble", "LastLayerLaplace", "MonteCarloDropout"]
 
@@ -148,7 +147,7 @@ class LastLayerLaplace(OfClasses):
         if found != due:
             raise self.wrong(f"factors: expected arrays of shapes {due}, found {found}")
         y, x, logits = self.own_output(model), wide(op, x), wide(op, logits)
-        numbers = [register(model, f"{name_of(y)}.laplace", f.astype(dtype_of(x).numpy())) for f in self.factors or ()]
+        numbers = [self.number(model, f"{y.name}.laplace", factor, x) for factor in self.factors or ()]
         for factor in numbers:
             FROZEN.set(factor)  # a training of the file leaves them
         *moves, variance = numbers

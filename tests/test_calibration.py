@@ -825,3 +825,45 @@ def test_outputs_of_16_bits_are_calibrated_in_float32(dtype: int, score: str) ->
     np.testing.assert_allclose(p, expected["probability"], atol=1e-2)  # y is rounded after the temperature
     assert (chosen == expected["set"]).mean() > 0.98
     assert chosen[np.arange(len(p)), data["target"]].mean() >= 0.9
+
+
+def test_each_output_of_a_network_gets_a_set_of_its_own() -> None:
+    """The second output's are called OUTPUT.KIND, since the names of the first are taken."""
+    text = "g (float[N,5] x) => (float[N,5] a, float[N,5] b) { a = Identity(x) b = Neg(x) }"
+    data = rows()
+    with pytest.raises(GraphoptError, match="PredictionSet: expected a model without the output 'probability'"):
+        graphopt.calibrate(model(text), data, *[passes.PredictionSet(output="a")] * 2)
+    both = graphopt.calibrate(model(text), data, passes.PredictionSet(output="a"), passes.PredictionSet(output="b"))
+    assert [y.name for y in both.graph.outputs] == ["a", "b", "probability", "set", "b.probability", "b.set"]
+    found = graphopt.run(both, {"x": data["x"]})
+    for name, set_of in (("a", "set"), ("b", "b.set")):
+        alone = graphopt.calibrate(model(text), data, passes.PredictionSet(output=name))
+        np.testing.assert_array_equal(found[set_of], graphopt.run(alone, {"x": data["x"]})["set"])
+
+
+def test_a_forest_of_skl2onnx_stays_a_distribution() -> None:
+    """ONNX Runtime sums its trees to -7e-7 where scikit-learn has 0: such rates were taken for logits."""
+    from sklearn.ensemble import RandomForestClassifier
+
+    skl2onnx = pytest.importorskip("skl2onnx")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 4)).astype(np.float32)
+    target = (x[:, 0] + rng.standard_normal(400) > 0).astype(np.int64)
+    forest = RandomForestClassifier(20, max_depth=4, random_state=0).fit(x[:200], target[:200])
+    file = skl2onnx.to_onnx(forest, x[:2], options={"zipmap": False})
+    (name,) = (i.name for i in file.graph.input)
+    temperature = passes.Temperature(output="probabilities")
+    found = graphopt.run(graphopt.calibrate(file, (x[200:], target[200:]), temperature), {name: x[200:]})
+    np.testing.assert_allclose(found["probabilities"].sum(1), 1, atol=1e-5)
+    peer = CalibratedClassifierCV(FrozenEstimator(forest), method="temperature").fit(x[200:], target[200:])
+    np.testing.assert_allclose(found["probabilities"], peer.predict_proba(x[200:]), atol=2e-3)
+    np.testing.assert_array_equal(found["label"], forest.predict(x[200:]))
+
+
+def test_rates_that_rounding_makes_negative_are_rates() -> None:
+    p = softmax(rows()["x"].astype(float), axis=1).astype(np.float32)
+    below = np.where(p < 1e-4, np.float32(-7e-7), p)
+    for passes_ in ([passes.Temperature()], [passes.PredictionSet()]):
+        calibrated = graphopt.calibrate(model(LOGITS), {"x": below, "target": rows()["target"]}, *passes_)
+        found = graphopt.run(calibrated, {"x": below})
+        np.testing.assert_allclose(found.get("probability", found["y"]).sum(1), 1, atol=1e-3)
