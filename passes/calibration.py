@@ -34,7 +34,7 @@ _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
 _BESIDE = ("mean", "mutual_information", "variance")  # what OUTPUT.KIND are; the first of others is called KIND
 _FROM_ONE = 1e-3  # of a sum of probabilities, by rounding
 _ALL = 2**31  # rows
-_TURNS, _GRADIENT = 100, 1e-10  # of Newton's method
+_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; twice what a step can still gain
 _CERTAIN = 1e-6  # the mean loss that means: no mistake is left
 _Own = TypeVar("_Own", bound="Learning")
 _Of = TypeVar("_Of", bound="OfClasses")
@@ -498,9 +498,11 @@ def _most_likely(
         gradient = back(excess)
         before, size = loss(x), 1.0
         step = _solved(lambda v, p=p: back(p * ((u := logits(v)) - (p * u).sum(1, keepdims=True))), -gradient)  # type: ignore[misc]
+        if np.abs(gradient).max() < _GRADIENT or -float(gradient @ step) < _GAIN:
+            break
         while size > 1e-10 and not loss(x + size * step) <= before + 1e-4 * size * float(gradient @ step):
             size /= 2
-        if np.abs(gradient).max() < _GRADIENT or size <= 1e-10:
+        if size <= 1e-10:
             break
         x = x + size * step
     return None if loss(x) < _CERTAIN else (x[:scales], x[scales:])

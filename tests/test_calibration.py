@@ -28,6 +28,7 @@ from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.rows import _is_same
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from passes import calibration
 
 LOGITS = "g (float[N,5] x) => (float[N,5] y) { y = Identity(x) }"
 
@@ -867,3 +868,23 @@ def test_rates_that_rounding_makes_negative_are_rates() -> None:
         calibrated = graphopt.calibrate(model(LOGITS), {"x": below, "target": rows()["target"]}, *passes_)
         found = graphopt.run(calibrated, {"x": below})
         np.testing.assert_allclose(found.get("probability", found["y"]).sum(1), 1, atol=1e-3)
+
+
+def test_a_thousand_classes_of_which_two_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton's method ends where rounding hides what a step gains: it took 1,900 turns of its line search."""
+    rng, count = np.random.default_rng(0), []
+    z = (rng.standard_normal((600, 1000)) * 2).astype(np.float32)
+    p = np.exp(z)
+    p[:, [3, 997]] = 0
+    target = np.array([rng.choice(1000, p=row / row.sum()) for row in p.astype(np.float64)])
+    turn = calibration._log_softmax
+    monkeypatch.setattr(calibration, "_log_softmax", lambda z: (count.append(1), turn(z))[1])
+    file = model("g (float[N,1000] x) => (float[N,1000] y) { y = Mul(x, two) }", two=np.float32(2))
+    data = {"x": z, "target": target}
+    calibrated = graphopt.calibrate(file, data, passes.Temperature(), passes.PredictionSet(0.1, "aps"))
+    best = minimize_scalar(lambda t: cross_entropy(2.0 * z / np.exp(t), target), bracket=(0, 1), tol=1e-12).x
+    assert abs(numbers(calibrated)["y.log_temperature"] - best) < 1e-5
+    assert len(count) < 40
+    assert graphopt.run(calibrated, {"x": z})["set"][np.arange(600), target].mean() >= 0.9
+    with pytest.raises(GraphoptError, match="expected rows of each of 1000 classes, found none of class"):
+        graphopt.calibrate(file, data, passes.VectorScaling())
