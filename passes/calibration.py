@@ -567,8 +567,8 @@ class VarianceScaling(Learning):
             return replace_output(
                 op, model, variance, numbers * op.constant(np.array(self.scale), like=numbers), uses
             ), {}
-        scale, shape = np.array(self.scale), dims_of(y)[1:]
-        if all(isinstance(size, int) for size in shape):
+        scale, shape = np.array(self.scale), [size for size in dims_of(y)[1:] if isinstance(size, int)]
+        if len(shape) == rank(y) - 1:
             self.check_count("scale", math.prod(shape))
             scale = scale.reshape(shape)
         return y, {"variance": op.Expand(op.constant(scale, like=wide(op, y)), op.shape_of(y))}

@@ -16,7 +16,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, may_be_alike, name_of, rank
 from graphopt.intervals import within
 from passes.calibration import OfClasses, OnRows, Scores, wide
 from passes.gradients.rules.control_flow import scan_over
@@ -172,19 +172,18 @@ class LastLayerLaplace(OfClasses):
             y = self.scores(model).logits or y
         node, bias, weight = y.producer(), None, None
         if node is not None and node.op_type == "Add":
-            bias, *_ = (*filter(lambda b: b is not None, map(constant_of, node.inputs)), None)
+            first, second = sorted(map(given, node.inputs), key=lambda x: constant_of(x) is not None)
+            bias, node = constant_of(second), first.producer()
             if bias is None:
                 raise self.wrong(f"expected {name_of(y)!r} to come out of one layer, found a sum of two values")
-            node = next((x.producer() for x in node.inputs if x is not None and constant_of(x) is None), None)
         kind = None if node is None else node.op_type
         if node is not None and kind in ("Gemm", "MatMul"):
             weight, *biases = map(constant_of, node.inputs[1:])
             bias = biases[0] if biases else bias
-            of = node.attributes
-            if of.get_int("transA", 0) or any(of.get_float(name, 1.0) != 1 for name in ("alpha", "beta")):
-                weight = None
-            elif weight is not None and of.get_int("transB", 0):
-                weight = weight.T
+            turns_x, turned = (node.attributes.get_int(name, 0) for name in ("transA", "transB"))
+            is_scaled = any(node.attributes.get_float(name, 1.0) != 1 for name in ("alpha", "beta"))
+            weight = None if turns_x or is_scaled else weight
+            weight = weight.T if weight is not None and turned else weight
         if node is None or weight is None or (weight.ndim, rank(y)) not in ((2, 1), (2, 2)):
             raise self.wrong(
                 f"expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, found "
@@ -337,7 +336,9 @@ class Ensemble(_Samples):
         sums = _terms(op, y, y, scores)
         inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         for number, member in enumerate(self.members, 1):
-            other = _normalized(member)
+            other = load(member)
+            Normalize().apply(other)
+            ensure_typed(other)
             for x in other.graph.inputs:
                 if not x.is_initializer() and not _fits(x, inputs.get(name_of(x))):
                     raise self.wrong(
@@ -355,16 +356,6 @@ class Ensemble(_Samples):
         return float(len(self.members) + 1), sums
 
 
-def _normalized(source: Source) -> ir.Model:
-    model = load(source)
-    Normalize().apply(model)
-    ensure_typed(model)
-    return model
-
-
 def _fits(x: ir.Value, y: ir.Value | None) -> bool:
     """Return whether types agree, and shapes where both are known."""
-    if y is None or x.dtype != y.dtype or len(dims_of(x)) != len(dims_of(y)):
-        return False
-    pairs = zip(dims_of(x), dims_of(y), strict=True)
-    return all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
+    return y is not None and x.dtype == y.dtype and may_be_alike(x.shape, y.shape)

@@ -74,25 +74,34 @@ def residual() -> ir.Model:
     return graphopt.load(graphopt.export(network, torch.zeros(2, 3, 32, 32)))
 
 
+def laplace(structure: str, features: int, outputs: int, rank: int | None = None) -> passes.LastLayerLaplace:
+    """Return a pass that has learnt ones, in the shapes of a last layer: its time does not depend on the numbers."""
+    kept = (rank or features) * (outputs if structure == "full" else 1)
+    shapes: list[tuple[int, ...]] = [(features, kept), (kept,), (kept, outputs)] if structure != "diag" else []
+    shapes += [(features, outputs)] if rank or structure == "diag" else []
+    factors = tuple(np.ones(shape) for shape in [*shapes, (outputs,)])
+    return passes.LastLayerLaplace(1.0, structure, rank=rank, factors=factors)
+
+
 def costs() -> None:
     """Print what each output costs beside the network."""
     rng = np.random.default_rng(0)
     networks = {
-        "MLP 784-512-512-10": (models.mlp((1, 28, 28), 10, hidden=[512, 512]), (1, 28, 28), 10, (1, 64)),
-        "CNN 28x28": (models.cnn((1, 28, 28), 10), (1, 28, 28), 10, (1, 64)),
-        "residual network 32x32, 512 features, 100 classes": (residual(), (3, 32, 32), 100, (1, 16)),
+        "MLP 784-512-512-10": (models.mlp((1, 28, 28), 10, hidden=[512, 512]), (1, 28, 28), 512, 10, (1, 64)),
+        "CNN 28x28": (models.cnn((1, 28, 28), 10), (1, 28, 28), 64, 10, (1, 64)),
+        "residual network 32x32, 512 features, 100 classes": (residual(), (3, 32, 32), 512, 100, (1, 16)),
     }
     names = ["lac", "aps", "diag", "kron", "kron, rank 16", "full", "full, rank 2"]
     print("| network | rows | us |", " | ".join(names), "|")
     print("|", " | ".join(["---", *["---:"] * (len(names) + 2)]), "|")
-    for title, (network, shape, classes, sizes) in networks.items():
+    for title, (network, shape, features, classes, sizes) in networks.items():
         (name,) = (x.name for x in network.graph.inputs if not x.is_initializer())
         rows = {name: rng.random((300, *shape), np.float32), "target": rng.integers(0, classes, 300)}
         runs = {"plain": opened(network)}
         for what, each in {
             **{score: passes.PredictionSet(0.1, score) for score in ("lac", "aps")},
-            **{kind: passes.LastLayerLaplace(1.0, kind) for kind in ("kron", "diag", "full")},
-            **{f"{k}, rank {r}": passes.LastLayerLaplace(1.0, k, rank=r) for k, r in (("kron", 16), ("full", 2))},
+            **{kind: laplace(kind, features, classes) for kind in ("diag", "kron", "full")},
+            **{f"{kind}, rank {n}": laplace(kind, features, classes, n) for kind, n in (("kron", 16), ("full", 2))},
         }.items():
             try:
                 runs[what] = opened(graphopt.calibrate(network, rows, each))
