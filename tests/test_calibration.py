@@ -851,7 +851,7 @@ def test_a_forest_of_skl2onnx_stays_a_distribution() -> None:
     x = rng.standard_normal((400, 4)).astype(np.float32)
     target = (x[:, 0] + rng.standard_normal(400) > 0).astype(np.int64)
     forest = RandomForestClassifier(20, max_depth=4, random_state=0).fit(x[:200], target[:200])
-    file = skl2onnx.to_onnx(forest, x[:2], options={"zipmap": False})
+    file = skl2onnx.to_onnx(forest, x[:2], options={"zipmap": False}, target_opset={"": 18, "ai.onnx.ml": 3})
     (name,) = (i.name for i in file.graph.input)
     temperature = passes.Temperature(output="probabilities")
     found = graphopt.run(graphopt.calibrate(file, (x[200:], target[200:]), temperature), {name: x[200:]})
