@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from graphopt.graph.metadata import Derived
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import TargetSpec
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import dims_of, dtype_of, given, is_floating, name_of, rank, redirect
+from graphopt.graph.values import dims_of, dtype_of, given, is_floating, name_of, rank, redirect, wide_type
 from graphopt.intervals import within
 from passes.differentiate import floating_output
 from passes.losses.classification import activation_behind
@@ -30,13 +31,15 @@ __all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScal
 
 _PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
-_BESIDE = ("mean", "mutual_information", "variance")  # what OUTPUT.KIND are; other outputs are called KIND
-_FROM_ONE = 1e-3  # of a sum of probabilities
+_BESIDE = ("mean", "mutual_information", "variance")  # what OUTPUT.KIND are; the first of others is called KIND
+_FROM_ONE = 1e-3  # of a sum of probabilities, by rounding
 _ALL = 2**31  # rows
-_TURNS, _GRADIENT = 100, 1e-10  # of Newton's method
+_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; twice what a step can still gain
 _CERTAIN = 1e-6  # the mean loss that means: no mistake is left
+_Own = TypeVar("_Own", bound="Learning")
 _Of = TypeVar("_Of", bound="OfClasses")
-_Own = TypeVar("_Own", bound="Calibration")
+_Calibration = TypeVar("_Calibration", bound="Calibration")
+OnRows = Callable[..., list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,57 @@ class Learning(Pass):
         """Return the error of the pass."""
         return GraphoptError(f"{type(self).__name__}: {message}")
 
-    def on_rows(self, model: ir.Model, read: Read, *values: ir.Value) -> list[np.ndarray]:
-        """Return values of the model on all rows, and the rows' targets, as float64."""
-        model = watching(model, [*dict.fromkeys(name_of(y) for y in values)])
+    def adapted(self: _Own, model: ir.Model, read: Read) -> _Own:
+        model = model.clone()
+        ensure_typed(model)
+        return self.learn(model, functools.partial(self._on_rows, model, read))
+
+    def learn(self: _Own, model: ir.Model, on_rows: OnRows) -> _Own:
+        """Return the pass with what it learns. `on_rows` gives values of the model and the targets, as float64."""
+        raise NotImplementedError
+
+    def _on_rows(self, model: ir.Model, read: Read, *values: ir.Value) -> list[np.ndarray]:
+        names = [*dict.fromkeys(map(name_of, values))]
+        model = watching(model, names)
         target = ir.Value(name="target", type=ir.TensorType(ir.DataType.DOUBLE))
         model.graph.inputs.append(target)
         with Emitter(model) as op:
-            model.graph.outputs.append(op.Identity(target, _outputs=["target.read"]))
-        parts = list(read.run(model, _ALL))
+            found = [*model.graph.outputs, target]
+            model.graph.outputs[:] = [op.Cast(y, to=ir.DataType.DOUBLE) for y in found]
+        parts = [[*part.values()] for part in read.run(model, _ALL)]
         if not parts:
             raise self.wrong("expected rows to learn from, found none")
-        arrays = {name: np.concatenate([x[name] for x in parts]).astype(np.float64) for name in parts[0]}
+        arrays = dict(zip([*names, "target"], map(np.concatenate, zip(*parts, strict=True)), strict=True))
         for name, numbers in arrays.items():
             if not np.isfinite(numbers).all():
                 raise self.wrong(f"expected finite numbers of {name!r}, found others")
-        return [arrays[name_of(y)] for y in (*values, model.graph.outputs[-1])]
+        return [arrays[name] for name in (*map(name_of, values), "target")]
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        with Emitter(model) as op:
+            y, made = self.emit(op, model)
+            for kind, value in made.items():
+                self._add(op, model, y, kind, value)
+
+    def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
+        """Emit what is said of an output; return the output, and the new ones by their kinds."""
+        raise NotImplementedError
+
+    def _add(self, op: Emitter, model: ir.Model, y: ir.Value, kind: str, value: ir.Value) -> None:
+        """Make a value an output, and note of which one it is which kind."""
+        taken = {x.name: Derived.read(x) for x in model.graph.outputs}
+        of_another = (note := taken.get(kind)) is not None and note.of != y.name
+        name = f"{y.name}.{kind}" if kind in _BESIDE or of_another else kind
+        if name in taken:
+            raise self.wrong(
+                f"expected a model without the output {name!r}, which it adds, found one, as another such pass "
+                "adds: take one of them, or start from the file before"
+            )
+        state.check_free(model, name)
+        added = op.Identity(value) if value.producer() is None or value.is_graph_output() else value
+        added.name = name
+        model.graph.outputs.append(Derived(name_of(y), kind).write(added))
 
     def class_numbers(self, targets: np.ndarray, classes: int) -> np.ndarray:
         """Return the number of the class of each row."""
@@ -114,37 +153,20 @@ class Learning(Pass):
         """Add numbers as an initializer, which a training of the file can train on."""
         return register(model, name, np.asarray(value, dtype_of(like).numpy()))
 
-    def check_free(self, model: ir.Model, y: ir.Value, *kinds: str) -> None:
-        """Raise an error if the model has one of the outputs that the pass adds, and rename inner values."""
-        for name in (_name_beside(y, kind) for kind in kinds):
-            if any(x.name == name for x in model.graph.outputs):
-                raise self.wrong(
-                    f"expected a model without the output {name!r}, which it adds, found one, as another such pass "
-                    "adds: take one of them, or start from the file before"
-                )
-            state.check_free(model, name)
 
-    def add(self, op: Emitter, model: ir.Model, y: ir.Value, **made: ir.Value) -> None:
-        """Add outputs, by their kinds, that are computed from an output, and note so."""
-        for kind, value in made.items():
-            added = op.Identity(value, _outputs=[_name_beside(y, kind)])
-            model.graph.outputs.append(Derived(name_of(y), kind).write(added))
-
-
-def _name_beside(y: ir.Value, kind: str) -> str:
-    return f"{y.name}.{kind}" if kind in _BESIDE else kind
-
-
-def typed_copy(model: ir.Model) -> ir.Model:
-    """Return a copy of a model in which all values have types, for a pass to emit others."""
-    model = model.clone()
-    ensure_typed(model)
-    return model
+def wide(op: Emitter, x: ir.Value) -> ir.Value:
+    """Return numbers of 16 bits as float32, in which they are summed."""
+    return op.cast(x, wide_type(x))
 
 
 def are_probabilities(y: np.ndarray) -> bool:
     """Return whether numbers [N, classes] lie between 0 and 1, and those of each row sum to 1."""
-    return bool(((y >= 0) & (y <= 1)).all() and np.abs(y.sum(1) - 1).max() <= _FROM_ONE)
+    return _are_rates(y) and bool(np.abs(y.sum(1) - 1).max() <= _FROM_ONE)
+
+
+def _are_rates(y: np.ndarray) -> bool:
+    """Return whether numbers lie between 0 and 1, but for rounding: a sum over trees is -7e-7 in ONNX Runtime."""
+    return bool((np.abs(y - 0.5) <= 0.5 + _FROM_ONE).all())
 
 
 @dataclass(frozen=True)
@@ -158,7 +180,7 @@ class OfClasses(Learning):
 
     from_logits: bool | None = field(default=None, kw_only=True)
 
-    def looked_at(self: _Of, model: ir.Model, read: Read) -> _Of:
+    def looked_at(self: _Of, model: ir.Model, on_rows: OnRows) -> _Of:
         """Return the pass that knows from the rows whether an output whose origin is unknown holds logits.
 
         Raises:
@@ -167,8 +189,8 @@ class OfClasses(Learning):
         scores = self.scores(model)
         if self.from_logits is not None or scores.logits is not scores.output or scores.noted is not None:
             return self
-        y, _ = self.on_rows(model, read, scores.output)
-        if scores.is_binary and ((y >= 0) & (y <= 1)).all():
+        y, _ = on_rows(scores.output)
+        if scores.is_binary and _are_rates(y):
             raise self.wrong(
                 f"expected from_logits=true or false, since {scores.output.name!r} is between 0 and 1 in all rows, as "
                 "probabilities and some logits are, found null: set it"
@@ -185,16 +207,16 @@ class OfClasses(Learning):
         noted = classification_of(model)
         noted = noted if noted is not None and noted.output == y.name else None
         node, inner, scores = _activation(y), y, Scores(y, y, None, noted)
+        are_labels = noted is not None and noted.labels is not None
         if node is not None:
-            scores = Scores(y, given(node.inputs[0]), node.op_type, noted)
-        if node is not None and node.op_type != "Sigmoid":
-            axis = node.attributes.get_int("axis", -1)
-            if scores.is_binary or axis % 2 == 0:
+            scores, axis = Scores(y, given(node.inputs[0]), node.op_type, noted), node.attributes.get_int("axis", -1)
+            are_labels = node.op_type == "Sigmoid"
+            if not are_labels and (scores.is_binary or axis % 2 == 0):
                 raise self.wrong(
                     f"expected a {node.op_type} over the classes of each row, found {y.name!r} of shape {y.shape}, "
                     f"axis {axis}"
                 )
-        elif not scores.is_binary and (node is not None or (noted is not None and noted.labels is not None)):
+        if are_labels and not scores.is_binary:
             raise self.wrong(
                 f"expected one label for each row, found a Sigmoid for each of {dims_of(y)[1]} columns of {y.name!r}"
             )
@@ -238,8 +260,8 @@ class Scores:
     def emit_logits(self, op: Emitter) -> ir.Value:
         """Return the logits; the logarithms of probabilities if the graph shows none."""
         if self.logits is not None:
-            return self.logits
-        p = self.output
+            return wide(op, self.logits)
+        p = wide(op, self.output)
         if not self.is_binary:
             return op.Log(positive(op, p))
         p = op.Clip(p, epsilon(p), 1 - epsilon(p))
@@ -250,7 +272,8 @@ class Scores:
 
     def emit_probabilities(self, op: Emitter) -> ir.Value:
         """Return the probability of each class, [N, classes]."""
-        p = self.emit_rates(op, self.output) if self.logits is self.output else self.output
+        p = wide(op, self.output)
+        p = self.emit_rates(op, p) if self.logits is self.output else p
         if not self.is_binary:
             return op.Exp(p) if self.activation == "LogSoftmax" else p
         p = op.Reshape(p, [-1, 1])
@@ -286,14 +309,13 @@ class Calibration(OfClasses):
         z = logits * self.number(model, f"{name}.scale", getattr(self, "scale", 1.0), logits)
         return z + self.number(model, f"{name}.bias", getattr(self, "bias", None) or 0.0, logits)
 
-    def adapted(self: _Own, model: ir.Model, read: Read) -> _Own:
-        model = typed_copy(model)
-        known = self.looked_at(model, read)
+    def learn(self: _Calibration, model: ir.Model, on_rows: OnRows) -> _Calibration:
+        known = self.looked_at(model, on_rows)
         scores = known.scores(model)
         with Emitter(model) as op:
             logits = scores.emit_logits(op)
         logits.name = logits.name or "calibration.logits"
-        z, targets = self.on_rows(model, read, logits)
+        z, targets = on_rows(logits)
         if scores.is_binary:
             z = np.stack([np.zeros(len(z)), z.reshape(-1)], 1)
         numbers = self.class_numbers(targets, z.shape[1])
@@ -305,7 +327,9 @@ class Calibration(OfClasses):
             )
         return known._fitted(z, numbers)
 
-    def _fitted(self: _Own, z: np.ndarray, numbers: np.ndarray, weights: np.ndarray | None = None) -> _Own:
+    def _fitted(
+        self: _Calibration, z: np.ndarray, numbers: np.ndarray, weights: np.ndarray | None = None
+    ) -> _Calibration:
         """Return the pass with the numbers of the least cross-entropy of logits [N, classes]."""
         weights = np.ones(len(z)) if weights is None else weights
         found = _most_likely(z, numbers, weights / weights.sum(), z.shape[1] if self.per_class else 1, self.has_bias)
@@ -319,19 +343,17 @@ class Calibration(OfClasses):
                 f"expected larger logits of the right classes, found a best scale of {found[0].item():.3g}: train the "
                 "model before, or look at the order of its classes"
             )
-        learnt: _Own = self.learnt(*found)
+        learnt: _Calibration = self.learnt(*found)
         return learnt
 
-    def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
+    def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         scores = self.scores(model)
         y = scores.output if scores.logits is None else scores.logits
         for name in ("scale", "bias") if self.per_class else ():
             self.check_count(name, dims_of(y)[1])
         uses = list(y.uses())
-        with Emitter(model) as op:
-            z = self.calibrate(op, model, scores.emit_logits(op), name_of(scores.output))
-            replace_output(model, y, scores.emit_rates(op, z) if scores.logits is None else z, uses)
+        z = self.calibrate(op, model, scores.emit_logits(op), name_of(scores.output))
+        return replace_output(op, model, y, scores.emit_rates(op, z) if scores.logits is None else z, uses), {}
 
     def scores(self, model: ir.Model) -> Scores:
         scores = super().scores(model)
@@ -349,15 +371,18 @@ class Calibration(OfClasses):
         return scores
 
 
-def replace_output(model: ir.Model, y: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
-    """Give a value the name, the notes and the place of another, which may be an output."""
-    redirect(uses, new)
+def replace_output(
+    op: Emitter, model: ir.Model, y: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]
+) -> ir.Value:
+    """Give a value the type, the name, the notes and the place of another, which may be an output, and return it."""
+    redirect(uses, new := op.cast(new, dtype_of(y)))
     if y.producer() is None and not y.is_graph_output():  # an input keeps its name
-        return
+        return new
     name, y.name = y.name, f"{y.name}/before"
     metadata.copy(y, new)
     new.name, new.type, new.shape = name, y.type, y.shape
     model.graph.outputs[:] = [new if x is y else x for x in model.graph.outputs]
+    return new
 
 
 @dataclass(frozen=True)
@@ -473,9 +498,11 @@ def _most_likely(
         gradient = back(excess)
         before, size = loss(x), 1.0
         step = _solved(lambda v, p=p: back(p * ((u := logits(v)) - (p * u).sum(1, keepdims=True))), -gradient)  # type: ignore[misc]
+        if np.abs(gradient).max() < _GRADIENT or -float(gradient @ step) < _GAIN:
+            break
         while size > 1e-10 and not loss(x + size * step) <= before + 1e-4 * size * float(gradient @ step):
             size /= 2
-        if np.abs(gradient).max() < _GRADIENT or size <= 1e-10:
+        if size <= 1e-10:
             break
         x = x + size * step
     return None if loss(x) < _CERTAIN else (x[:scales], x[scales:])
@@ -519,10 +546,9 @@ class VarianceScaling(Learning):
     scale: tuple[float, ...] | None = field(default=None, repr=False)
     variance: str | None = field(default=None, kw_only=True)
 
-    def adapted(self, model: ir.Model, read: Read) -> VarianceScaling:
-        model = typed_copy(model)
+    def learn(self, model: ir.Model, on_rows: OnRows) -> VarianceScaling:
         y, variance = self._values(model)
-        predicted, of_rows, targets = self.on_rows(model, read, y, variance or y)
+        predicted, of_rows, targets = on_rows(y, variance or y)
         squares = np.square(predicted - self.matching(targets, predicted))
         if variance is None:
             return replace(self, scale=tuple(squares.reshape(len(squares), -1).mean(0).tolist()))
@@ -534,20 +560,18 @@ class VarianceScaling(Learning):
             raise self.wrong(f"expected {variance.name!r} above 0, found {of_rows.min():g}")
         return replace(self, scale=(float((squares / of_rows).mean()),))
 
-    def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
+    def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         y, variance = self._values(model)
-        numbers, shape = np.array(self.scale), () if variance is not None else dims_of(y)[1:]
-        if is_known := all(isinstance(size, int) for size in shape):
+        if variance is not None:
+            uses, numbers = list(variance.uses()), wide(op, variance)
+            return replace_output(
+                op, model, variance, numbers * op.constant(np.array(self.scale), like=numbers), uses
+            ), {}
+        scale, shape = np.array(self.scale), [size for size in dims_of(y)[1:] if isinstance(size, int)]
+        if len(shape) == rank(y) - 1:
             self.check_count("scale", math.prod(shape))
-        with Emitter(model) as op:
-            scale = op.constant(numbers.reshape(shape) if is_known else numbers, like=y)
-            if variance is not None:
-                uses = list(variance.uses())
-                replace_output(model, variance, variance * scale, uses)
-                return
-            self.check_free(model, y, "variance")
-            self.add(op, model, y, variance=op.Expand(scale, op.shape_of(y)))
+            scale = scale.reshape(shape)
+        return y, {"variance": op.Expand(op.constant(scale, like=wide(op, y)), op.shape_of(y))}
 
     def _values(self, model: ir.Model) -> tuple[ir.Value, ir.Value | None]:
         if self.variance is None:

@@ -10,11 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.rewriting import Read
-from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dims_of, name_of
 from graphopt.intervals import within
-from passes.calibration import Learning, OfClasses, typed_copy
+from passes.calibration import Learning, OfClasses, OnRows, wide
 from passes.losses.loss import epsilon
 
 __all__ = ["PredictionInterval", "PredictionSet"]
@@ -78,13 +76,12 @@ class PredictionSet(OfClasses, _Conformal):
     penalty: float = within("[0, inf)", 0.01, kw_only=True)
     rank: int = within("[0, inf)", 5, kw_only=True)
 
-    def adapted(self, model: ir.Model, read: Read) -> PredictionSet:
-        model = typed_copy(model)
-        known = self.looked_at(model, read)
+    def learn(self, model: ir.Model, on_rows: OnRows) -> PredictionSet:
+        known = self.looked_at(model, on_rows)
         with Emitter(model) as op:
             p = known.scores(model).emit_probabilities(op)
             y = op.Identity(self._scores(op, p), _outputs=["set.scores"])
-        scores, targets = self.on_rows(model, read, y)
+        scores, targets = on_rows(y)
         numbers = self.class_numbers(targets, scores.shape[1])
         own = np.take_along_axis(scores, numbers[:, None], axis=1)[:, 0]
         if not self.by_class:
@@ -92,17 +89,15 @@ class PredictionSet(OfClasses, _Conformal):
         of_classes = (self.threshold_of(own[numbers == c], f" of class {c}") for c in range(scores.shape[1]))
         return replace(known, threshold=tuple(of_classes))
 
-    def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
+    def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         scores = self.scores(model)
         self.check_count("threshold", 1, 2 if scores.is_binary else dims_of(scores.output)[1])
-        self.check_free(model, scores.output, "probability", "set")
-        with Emitter(model) as op:
-            p = scores.emit_probabilities(op)
-            most = np.array(self.threshold)
-            most += 8 * epsilon(p) * np.abs(most)  # rounding leaves no class out
-            above = op.Greater(self._scores(op, p), op.constant(most, like=p))
-            self.add(op, model, scores.output, probability=p, set=op.Not(above))
+        p, most = scores.emit_probabilities(op), np.array(self.threshold)
+        most += 8 * epsilon(p) * np.abs(most)  # rounding leaves no class out
+        if self.score == "lac":
+            return scores.output, {"probability": p, "set": op.GreaterOrEqual(p, op.constant(-most, like=p))}
+        inside = op.LessOrEqual(self._scores(op, p), op.constant(most, like=p))
+        return scores.output, {"probability": p, "set": inside}
 
     def _scores(self, op: Emitter, p: ir.Value) -> ir.Value:
         """Emit the score of each class: the smaller, the more likely."""
@@ -141,23 +136,21 @@ class PredictionInterval(_Conformal):
 
     score: Literal["absolute", "cqr"] = "absolute"
 
-    def adapted(self, model: ir.Model, read: Read) -> PredictionInterval:
-        model = typed_copy(model)
-        predicted, targets = self.on_rows(model, read, self._output(model))
+    def learn(self, model: ir.Model, on_rows: OnRows) -> PredictionInterval:
+        predicted, targets = on_rows(self._output(model))
         ends = predicted.reshape(len(predicted), -1)
         t = self.matching(targets, ends[:, :1])
         errors = np.maximum(ends[:, :1] - t, t - ends[:, -1:])[:, 0]
         return replace(self, threshold=(self.threshold_of(errors),))
 
-    def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
+    def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         y = self._output(model)
         self.check_count("threshold", 1)
-        self.check_free(model, y, "lower", "upper")
-        with Emitter(model) as op:
-            low, high = (y, y) if self.score == "absolute" else op.Split(y, [1, 1], axis=1, _outputs=2)
-            margin = op.constant(np.array(self.threshold), like=y)
-            self.add(op, model, y, lower=low - margin, upper=high + margin)
+        low = high = wide(op, y)
+        if self.score == "cqr":
+            low, high = op.Split(low, [1, 1], axis=1, _outputs=2)
+        margin = op.constant(np.array(self.threshold), like=low)
+        return y, {"lower": low - margin, "upper": high + margin}
 
     def _output(self, model: ir.Model) -> ir.Value:
         y = self.own_output(model)

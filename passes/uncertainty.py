@@ -14,12 +14,11 @@ from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import FROZEN
-from graphopt.graph.rewriting import Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, may_be_alike, name_of, rank
 from graphopt.intervals import within
-from passes.calibration import OfClasses, Scores, typed_copy
+from passes.calibration import OfClasses, OnRows, Scores, wide
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.walk import zeros
 from passes.losses.frozen import put_in
@@ -46,11 +45,13 @@ class LastLayerLaplace(OfClasses):
             MacKay's fixed point.
         structure: what of the matrix is kept: `full`; `kron`, a product of a matrix of features and one of outputs; or
             `diag`. With F features, `full` adds about the cost of one layer of F outputs for each output of
-            the model, and `kron` that of one such layer.
+            the model, and `kron` that of one such layer, unless `rank` is less.
+        rank: how many directions of features, those in which the weights are surest, `full` (for each output) and
+            `kron` keep. The others get their mean variance. None keeps all.
         task: `classification` or `regression`.
         noise: the variance of a regression's targets around the prediction.
-        factors: R, r, M and m, by which the variances are (x R + r)^2 M + m for features x; M and m alone for `diag`;
-            None learns them.
+        factors: R, r, M and m, by which the variances are (x R + r)^2 M + m for features x, D before m if x^2 D is
+            added, D and m alone for `diag`; None learns them.
 
     Raises:
         GraphoptError: the output does not come out of one Gemm with a constant weight, or the layer is too large.
@@ -65,14 +66,16 @@ class LastLayerLaplace(OfClasses):
     structure: Literal["full", "kron", "diag"] = "full"
     task: Literal["classification", "regression"] = "classification"
     noise: float = within("(0, inf)", 1.0)
+    rank: int | None = within("[1, inf)", None)
     factors: tuple[np.ndarray, ...] | None = field(default=None, repr=False, compare=False)
 
     learnt_as: ClassVar[str] = "factors"
 
-    def adapted(self, model: ir.Model, read: Read) -> LastLayerLaplace:
-        model = typed_copy(model)
-        y, read_by, weight, features = self._layer(model)
-        x, z, _ = self.on_rows(model, read, read_by, y)
+    def learn(self, model: ir.Model, on_rows: OnRows) -> LastLayerLaplace:
+        if self.rank is not None and self.structure == "diag":
+            raise self.wrong("rank: expected structure full or kron, found diag: leave rank out")
+        y, read, weight, features = self._layer(model)
+        x, z, _ = on_rows(read, y)
         x = np.concatenate([x, np.ones((len(x), len(weight) - x.shape[1]))], axis=1)
         return replace(self, factors=self._factors(x, self._curvature(z.reshape(len(z), -1)), weight, features))
 
@@ -92,25 +95,32 @@ class LastLayerLaplace(OfClasses):
     ) -> tuple[np.ndarray, ...]:
         """Return the factors of the variances; a bias is an input of 1, the last, beside so many features."""
         (rows, inputs), outputs = x.shape, curvature.shape[1]
+        if self.structure == "diag":
+            sums = np.einsum("ncc,nd->dc", curvature, x * x)
+            variances = 1 / (sums + self._prior(sums, weight))
+            return variances[:features], variances[features:].sum(0)
         if self.structure == "full":
             by_pair = [[(x * pair[:, None]).T @ x for pair in of_output] for of_output in curvature.T]
             precision, vectors = np.linalg.eigh(np.block(by_pair))
             vectors, precision = vectors.reshape(outputs, inputs, -1), precision.clip(0)
             covariance = vectors / (precision + self._prior(precision, weight)) @ vectors.swapaxes(1, 2)
-            roots = np.linalg.cholesky(covariance).transpose(1, 0, 2).reshape(inputs, -1)
-            bias = roots[features:].sum(0)
-            return roots[:features], bias, np.repeat(np.eye(outputs), inputs, axis=0), np.zeros(outputs)
-        if self.structure == "diag":
-            sums = np.einsum("ncc,nd->dc", curvature, x * x)
-            variances = 1 / (sums + self._prior(sums, weight))
+            variances, axes = np.linalg.eigh(covariance)  # of each output, the smallest first
+            count = min(self.rank or inputs, inputs)
+            mean = variances[:, count:].sum(1) / max(inputs - count, 1)
+            axes = axes[..., :count].transpose(1, 0, 2).reshape(inputs, -1)
+            weights = np.repeat(np.eye(outputs), count, axis=0) * (variances - mean[:, None])[:, :count].reshape(-1, 1)
+            moves, bias = (axes[:features], axes[features:].sum(0), weights), mean * (inputs - features)
         else:  # features and the bias have factors of their own, as KFAC of a linear layer has
             left, u = np.linalg.eigh(curvature.sum(0))
             right, v = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
-            right = np.append(right.clip(0), np.ones(inputs - features))
+            right = np.append(right[::-1].clip(0), np.ones(inputs - features))
             precision = np.outer(right, left.clip(0))
             variances = 1 / (precision + self._prior(precision, weight)) @ np.square(u).T
-        more = variances[:features], variances[features:].sum(0)
-        return more if self.structure == "diag" else (v, np.zeros(features), *more)
+            count = min(self.rank or features, features)
+            mean = variances[count:features].sum(0) / max(features - count, 1)
+            moves = v[:, ::-1][:, :count], np.zeros(count), variances[:count] - mean
+            bias = variances[features:].sum(0)
+        return (*moves, *([np.tile(mean, (features, 1))] if mean.any() else []), bias)
 
     def _prior(self, precision: np.ndarray, weight: np.ndarray) -> float:
         """Return the precision of the prior, for the eigenvalues of the matrix (MacKay 1992, equation 4.9)."""
@@ -128,51 +138,53 @@ class LastLayerLaplace(OfClasses):
                 break
         return max(found, 1e-12)
 
-    def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
-        y, x, weight, features = self._layer(model)
-        found = [np.shape(factor) for factor in self.factors or ()]
-        middle, outputs = found[2][0] if len(found) == 4 and found[2] else features, weight.shape[1]
-        due = [(features, middle), (middle,), (middle, outputs), (outputs,)][2 * (self.structure == "diag") :]
+    def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
+        logits, x, weight, features = self._layer(model)
+        found, outputs = [np.shape(factor) for factor in self.factors or ()], weight.shape[1]
+        middle = found[2][0] if len(found) > 2 and found[2] else features
+        due = [(features, middle), (middle,), (middle, outputs)] * (self.structure != "diag")
+        due += [(features, outputs)] * (len(found) in (2, 5) or not due) + [(outputs,)]
         if found != due:
             raise self.wrong(f"factors: expected arrays of shapes {due}, found {found}")
-        output, classifies = self.own_output(model), self.task == "classification"
-        self.check_free(model, output, "variance", *(["probability"] if classifies else []))
-        with Emitter(model) as op:
-            numbers = [self.number(model, f"{output.name}.laplace", f, x) for f in self.factors or ()]
-            for factor in numbers:
-                FROZEN.set(factor)  # a training of the file leaves them
-            moved = x if len(numbers) == 2 else op.Gemm(x, *numbers[:2])
-            variance = op.Gemm(moved * moved, *numbers[-2:])
-            if len(dims_of(y)) == 1:
-                variance = op.Squeeze(variance, [1])
-            self.add(op, model, output, variance=variance)
-            if classifies:
-                scaled = like(y / op.Sqrt(1 + (np.pi / 8) * variance), y)
-                self.add(op, model, output, probability=Scores(scaled, scaled, None).emit_probabilities(op))
+        y, x, logits = self.own_output(model), wide(op, x), wide(op, logits)
+        numbers = [self.number(model, f"{y.name}.laplace", factor, x) for factor in self.factors or ()]
+        for factor in numbers:
+            FROZEN.set(factor)  # a training of the file leaves them
+        *moves, variance = numbers
+        if len(moves) != 3:
+            variance = op.Gemm(x * x, moves.pop(), variance)
+        if moves:
+            moved = op.Gemm(x, *moves[:2])
+            variance = op.Gemm(moved * moved, moves[2], variance)
+        if len(numbers) == 5:
+            variance = op.Max(variance, 0.0)  # rounding makes it less
+        if len(dims_of(logits)) == 1:
+            variance = op.Squeeze(variance, [1])
+        if self.task == "regression":
+            return y, {"variance": variance}
+        scaled = like(logits / op.Sqrt(1 + (np.pi / 8) * variance), logits)
+        return y, {"variance": variance, "probability": Scores(scaled, scaled, None).emit_probabilities(op)}
 
     def _layer(self, model: ir.Model) -> tuple[ir.Value, ir.Value, np.ndarray, int]:
         """Return the last layer's output, what it reads, its weight with the bias as last row, and its features."""
         y = self.own_output(model)
         if self.task == "classification":
             y = self.scores(model).logits or y
-        node, bias = y.producer(), None
+        node, bias, weight = y.producer(), None, None
         if node is not None and node.op_type == "Add":
-            bias = next((b for x in node.inputs if (b := constant_of(x)) is not None), None)
+            first, second = sorted(map(given, node.inputs), key=lambda x: constant_of(x) is not None)
+            bias, node = constant_of(second), first.producer()
             if bias is None:
                 raise self.wrong(f"expected {name_of(y)!r} to come out of one layer, found a sum of two values")
-            node = next((x.producer() for x in node.inputs if x is not None and constant_of(x) is None), None)
-        weight = None if node is None or len(node.inputs) < 2 else constant_of(node.inputs[1])
         kind = None if node is None else node.op_type
-        if node is not None and kind == "Gemm":
-            bias = constant_of(node.inputs[2]) if len(node.inputs) > 2 else bias
-            plain = [node.attributes.get_float(name, 1.0) == 1 for name in ("alpha", "beta")]
-            first, second = (node.attributes.get_int(name, 0) for name in ("transA", "transB"))
-            weight = weight if all(plain) and not first else None
-            if weight is not None and second:
-                weight = weight.T
-        shape = None if weight is None else (weight.ndim, rank(y))
-        if node is None or weight is None or kind not in ("Gemm", "MatMul") or shape not in ((2, 1), (2, 2)):
+        if node is not None and kind in ("Gemm", "MatMul"):
+            weight, *biases = map(constant_of, node.inputs[1:])
+            bias = biases[0] if biases else bias
+            turns_x, turned = (node.attributes.get_int(name, 0) for name in ("transA", "transB"))
+            is_scaled = any(node.attributes.get_float(name, 1.0) != 1 for name in ("alpha", "beta"))
+            weight = None if turns_x or is_scaled else weight
+            weight = weight.T if weight is not None and turned else weight
+        if node is None or weight is None or (weight.ndim, rank(y)) not in ((2, 1), (2, 2)):
             raise self.wrong(
                 f"expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, found "
                 f"{kind or 'none'}: name an output of such a layer"
@@ -209,19 +221,15 @@ class _Samples(OfClasses):
 
     task: Literal["classification", "regression"] = field(default="classification", kw_only=True)
 
-    def rewrite(self, model: ir.Model) -> None:
-        ensure_typed(model)
+    def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         y = self.own_output(model)
         scores = self.scores(model) if self.task == "classification" else None
-        kinds = ["mean", "variance", *(["probability", "mutual_information"] if scores else [])]
-        self.check_free(model, y, *kinds)
-        with Emitter(model) as op:
-            count, sums = self.sums(op, model, y, scores)
-            means = [total / count for total in sums]
-            found = [y + means[0], op.Max(means[1] - means[0] * means[0], 0.0)]  # rounding makes it less
-            if scores is not None:
-                found += [means[2], op.Max(_entropy(op, means[2]) - means[3], 0.0)]
-            self.add(op, model, y, **dict(zip(kinds, found, strict=True)))
+        count, sums = self.sums(op, model, y, scores)
+        distance, square, *rates = (total / count for total in sums)
+        found = {"mean": wide(op, y) + distance, "variance": op.Max(square - distance * distance, 0.0)}  # rounding
+        if rates:
+            found |= {"probability": rates[0], "mutual_information": op.Max(_entropy(op, rates[0]) - rates[1], 0.0)}
+        return y, found
 
     def sums(self, op: Emitter, model: ir.Model, y: ir.Value, scores: Scores | None) -> tuple[float, list[ir.Value]]:
         """Return the number of predictions, and the sums of what `terms` emits for each."""
@@ -230,7 +238,7 @@ class _Samples(OfClasses):
 
 def _terms(op: Emitter, sample: ir.Value, y: ir.Value, scores: Scores | None) -> list[ir.Value]:
     """Emit the distance of a prediction from `y`, its square, the probabilities and their entropy."""
-    distance = sample - y
+    distance = wide(op, sample) - wide(op, y)
     found = [distance, distance * distance]
     if scores is not None:
         other = replace(scores, output=sample, logits=sample if scores.logits is scores.output else None)
@@ -328,7 +336,9 @@ class Ensemble(_Samples):
         sums = _terms(op, y, y, scores)
         inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         for number, member in enumerate(self.members, 1):
-            other = _normalized(member)
+            other = load(member)
+            Normalize().apply(other)
+            ensure_typed(other)
             for x in other.graph.inputs:
                 if not x.is_initializer() and not _fits(x, inputs.get(name_of(x))):
                     raise self.wrong(
@@ -346,16 +356,6 @@ class Ensemble(_Samples):
         return float(len(self.members) + 1), sums
 
 
-def _normalized(source: Source) -> ir.Model:
-    model = load(source)
-    Normalize().apply(model)
-    ensure_typed(model)
-    return model
-
-
 def _fits(x: ir.Value, y: ir.Value | None) -> bool:
     """Return whether types agree, and shapes where both are known."""
-    if y is None or x.dtype != y.dtype or len(dims_of(x)) != len(dims_of(y)):
-        return False
-    pairs = zip(dims_of(x), dims_of(y), strict=True)
-    return all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
+    return y is not None and x.dtype == y.dtype and may_be_alike(x.shape, y.shape)

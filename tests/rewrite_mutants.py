@@ -305,7 +305,7 @@ CHOOSING = [
         "passes/weights/evidence.py",
         "weights",
         ("constants_are_told", "and low <= _MASKING and", "and low < -1e30 and"),
-        ("constants_are_told", "(np.abs(factor) < 2).all()", "(np.abs(factor) < 0).all()"),
+        ("constants_are_told", "(np.abs(products) < 2 * squares).all()", "(np.abs(products) < 0 * squares).all()"),
     ),
 ]
 
@@ -319,7 +319,7 @@ SURE = [
             "return float(np.quantile(scores, 1 - self.alpha))",
         ),
         ("coverage_over_splits", "(len(scores) + 1) * (1 - self.alpha)", "len(scores) * (1 - self.alpha)"),
-        ("kth_smallest_excess", "upper=high + margin", "upper=high - margin"),
+        ("kth_smallest_excess", '"upper": high + margin', '"upper": high - margin'),
         ("sets_are_those", "if not self.by_class", "if self.by_class"),
     ),
     *of(
@@ -333,8 +333,8 @@ SURE = [
         "calibration",
         (
             "softmax_is_applied_once",
-            "scores = Scores(y, given(node.inputs[0]), node.op_type, noted)",
-            "scores = Scores(y, y, None, noted)",
+            "scores, axis = Scores(y, given(node.inputs[0]), node.op_type, noted),",
+            "scores, axis = Scores(y, y, None, noted),",
         ),
         ("platts_line", "scores.emit_rates(op, z) if scores.logits is None else z", "z"),
     ),

@@ -12,8 +12,10 @@ from builders import model
 
 import graphopt
 import passes
+from graphopt import models
 from graphopt.cli import command as cli
 from graphopt.data import Dataset, replay
+from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.rewriting import Pass
 
@@ -156,3 +158,18 @@ def test_replay_joins_tables_and_numbers_classes_alike(tmp_path: Path) -> None:
     assert both.arrays["target"].tolist() == [0, 1, 1, 1]
     (same := tmp_path / "rows.txt").write_text("size,target\n1,0\n2,1\n")
     assert replay(same, same, share=1.0).arrays["target"].tolist() == [0, 1, 0, 1]
+
+
+def test_names_of_classes_beside_numbers_are_refused() -> None:
+    """Numbers may be other places than those of sorted names: such rows were mixed by number."""
+    x = np.zeros((4, 2), np.float32)
+    named, numbers = as_dataset((x, ["b", "a", "b", "a"])), as_dataset((x, [0, 1, 0, 1]))
+    for pair in ((named, numbers), (numbers, named)):
+        with pytest.raises(GraphoptError, match=r"replay: expected classes as in the other data, which have (num|the)"):
+            replay(*pair)
+    step = graphopt.compile(models.mlp((2,), 2), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    with pytest.raises(GraphoptError, match="validation: data: expected classes as in the other data, which have num"):
+        graphopt.fit(graphopt.Executor(step), numbers, validation=named)
+    executor = graphopt.Executor(step)
+    graphopt.fit(executor, named, validation=numbers, epochs=1, verbose=False)  # numbers are places in executor.labels
+    assert executor.labels == ["a", "b"]

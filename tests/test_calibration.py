@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from builders import model
 from scipy.optimize import minimize, minimize_scalar
@@ -27,6 +28,7 @@ from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.rows import _is_same
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from passes import calibration
 
 LOGITS = "g (float[N,5] x) => (float[N,5] y) { y = Identity(x) }"
 
@@ -757,7 +759,7 @@ def test_a_file_with_sets_is_evaluated(score: str) -> None:
     names = ["coverage", "mean_width", "ece", "brier", "log_loss"]
     found = graphopt.evaluate(executor, others, metrics=names, batch_size=70)
     outputs = graphopt.run(sure, {"x": others["x"]})
-    chosen, p, own = outputs["set"], outputs["probability"].astype(float), others["target"]
+    chosen, p, own = outputs["set"], outputs["probability"], others["target"]
     assert found["coverage"] == pytest.approx(chosen[np.arange(300), own].mean())
     assert found["mean_width"] == pytest.approx(chosen.sum(1).mean())
     assert found["log_loss"] == pytest.approx(log_loss(own, p), rel=1e-5)
@@ -805,3 +807,84 @@ def test_a_table_s_run_is_calibrated_behind_its_columns(tmp_path: Path, monkeypa
     before, after = (graphopt.load(f"run/{name}.onnx") for name in ("trained", "calibrated"))
     assert [y.name for y in before.graph.outputs] == [y.name for y in after.graph.outputs]
     assert any("temperature" in name for name in after.graph.initializers)
+
+
+@pytest.mark.parametrize("dtype", [onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16])
+@pytest.mark.parametrize("score", ["lac", "aps"])
+def test_outputs_of_16_bits_are_calibrated_in_float32(dtype: int, score: str) -> None:
+    """NumPy has no bfloat16 that ONNX Runtime returns, and sums of float16 are rounded to a thousandth."""
+    narrow, word = onnx.helper.tensor_dtype_to_np_dtype(dtype), {10: "float16", 16: "bfloat16"}[dtype]
+    file = model(f"g (float[N,5] x) => ({word}[N,5] y) {{ y = Cast<to = {dtype}>(x) }}")
+    data = {**rows(), "x": rows()["x"].astype(narrow).astype(np.float32)}
+    steps = passes.Temperature(), passes.PredictionSet(0.1, score)
+    plain, sure = (graphopt.calibrate(each, data, *steps) for each in (model(LOGITS), file))
+    assert {y.name: y.dtype.name for y in sure.graph.outputs}["y"] == onnx.TensorProto.DataType.Name(dtype)
+    session = onnxruntime.InferenceSession(ir.to_proto(sure).SerializeToString(), providers=["CPUExecutionProvider"])
+    p, chosen = session.run(["probability", "set"], {"x": data["x"]})
+    expected = graphopt.run(plain, {"x": data["x"]})
+    assert p.dtype == np.float32
+    np.testing.assert_allclose(p, expected["probability"], atol=1e-2)  # y is rounded after the temperature
+    assert (chosen == expected["set"]).mean() > 0.98
+    assert chosen[np.arange(len(p)), data["target"]].mean() >= 0.9
+
+
+def test_each_output_of_a_network_gets_a_set_of_its_own() -> None:
+    """The second output's are called OUTPUT.KIND, since the names of the first are taken."""
+    text = "g (float[N,5] x) => (float[N,5] a, float[N,5] b) { a = Identity(x) b = Neg(x) }"
+    data = rows()
+    with pytest.raises(GraphoptError, match="PredictionSet: expected a model without the output 'probability'"):
+        graphopt.calibrate(model(text), data, *[passes.PredictionSet(output="a")] * 2)
+    both = graphopt.calibrate(model(text), data, passes.PredictionSet(output="a"), passes.PredictionSet(output="b"))
+    assert [y.name for y in both.graph.outputs] == ["a", "b", "probability", "set", "b.probability", "b.set"]
+    found = graphopt.run(both, {"x": data["x"]})
+    for name, set_of in (("a", "set"), ("b", "b.set")):
+        alone = graphopt.calibrate(model(text), data, passes.PredictionSet(output=name))
+        np.testing.assert_array_equal(found[set_of], graphopt.run(alone, {"x": data["x"]})["set"])
+
+
+def test_a_forest_of_skl2onnx_stays_a_distribution() -> None:
+    """ONNX Runtime sums its trees to -7e-7 where scikit-learn has 0: such rates were taken for logits."""
+    from sklearn.ensemble import RandomForestClassifier
+
+    skl2onnx = pytest.importorskip("skl2onnx")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 4)).astype(np.float32)
+    target = (x[:, 0] + rng.standard_normal(400) > 0).astype(np.int64)
+    forest = RandomForestClassifier(20, max_depth=4, random_state=0).fit(x[:200], target[:200])
+    file = skl2onnx.to_onnx(forest, x[:2], options={"zipmap": False}, target_opset={"": 18, "ai.onnx.ml": 3})
+    (name,) = (i.name for i in file.graph.input)
+    temperature = passes.Temperature(output="probabilities")
+    found = graphopt.run(graphopt.calibrate(file, (x[200:], target[200:]), temperature), {name: x[200:]})
+    np.testing.assert_allclose(found["probabilities"].sum(1), 1, atol=1e-5)
+    peer = CalibratedClassifierCV(FrozenEstimator(forest), method="temperature").fit(x[200:], target[200:])
+    np.testing.assert_allclose(found["probabilities"], peer.predict_proba(x[200:]), atol=2e-3)
+    np.testing.assert_array_equal(found["label"], forest.predict(x[200:]))
+
+
+def test_rates_that_rounding_makes_negative_are_rates() -> None:
+    p = softmax(rows()["x"].astype(float), axis=1).astype(np.float32)
+    below = np.where(p < 1e-4, np.float32(-7e-7), p)
+    for passes_ in ([passes.Temperature()], [passes.PredictionSet()]):
+        calibrated = graphopt.calibrate(model(LOGITS), {"x": below, "target": rows()["target"]}, *passes_)
+        found = graphopt.run(calibrated, {"x": below})
+        np.testing.assert_allclose(found.get("probability", found["y"]).sum(1), 1, atol=1e-3)
+
+
+def test_a_thousand_classes_of_which_two_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton's method ends where rounding hides what a step gains: it took 1,900 turns of its line search."""
+    rng, count = np.random.default_rng(0), []
+    z = (rng.standard_normal((600, 1000)) * 2).astype(np.float32)
+    p = np.exp(z)
+    p[:, [3, 997]] = 0
+    target = np.array([rng.choice(1000, p=row / row.sum()) for row in p.astype(np.float64)])
+    turn = calibration._log_softmax
+    monkeypatch.setattr(calibration, "_log_softmax", lambda z: (count.append(1), turn(z))[1])
+    file = model("g (float[N,1000] x) => (float[N,1000] y) { y = Mul(x, two) }", two=np.float32(2))
+    data = {"x": z, "target": target}
+    calibrated = graphopt.calibrate(file, data, passes.Temperature(), passes.PredictionSet(0.1, "aps"))
+    best = minimize_scalar(lambda t: cross_entropy(2.0 * z / np.exp(t), target), bracket=(0, 1), tol=1e-12).x
+    assert abs(numbers(calibrated)["y.log_temperature"] - best) < 1e-5
+    assert len(count) < 40
+    assert graphopt.run(calibrated, {"x": z})["set"][np.arange(600), target].mean() >= 0.9
+    with pytest.raises(GraphoptError, match="expected rows of each of 1000 classes, found none of class"):
+        graphopt.calibrate(file, data, passes.VectorScaling())

@@ -91,6 +91,33 @@ def test_variances_are_those_of_pytorchs_hessian(form: str, structure: str, task
     assert ("probability" in found) == (noise is None)
 
 
+@pytest.mark.parametrize("form", ["Gemm", "without a bias"])
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_directions_beyond_the_rank_get_their_mean_variance(structure: str, form: str) -> None:
+    """All of them change nothing; of fewer, the sum over an orthonormal basis of features stays."""
+    data = {"x": X, "target": np.random.default_rng(2).integers(0, 3, 60)}
+    every = {"x": np.concatenate([np.eye(5), -np.eye(5)]).astype(np.float32), "target": data["target"][:10]}
+    head = model(
+        f"g (float[N,5] h) => (float[N,3] y) {{ {FORMS[form].replace('z =', 'y =')} }}",
+        **{x.name: onnx.numpy_helper.to_array(x) for x in network(form).graph.initializer if x.name in "wb"},
+    )
+    features = {"h": np.tanh(X @ RNG.standard_normal((4, 5))).astype(np.float32), "target": data["target"]}
+    found = {}
+    for rank in (None, 9, 2):
+        unsure = graphopt.calibrate(head, features, passes.LastLayerLaplace(0.5, structure, rank=rank))
+        onnx.checker.check_model(ir.to_proto(unsure), full_check=True)
+        found[rank] = graphopt.run(unsure, {"h": every["x"]})["y.variance"]
+    np.testing.assert_allclose(found[9], found[None], rtol=1e-5)
+    np.testing.assert_allclose(found[2].sum(0), found[None].sum(0), rtol=1e-4 if form == "without a bias" else 0.2)
+    assert np.abs(found[2] / found[None] - 1).max() > 1e-3
+
+
+def test_a_rank_of_a_diagonal_is_refused() -> None:
+    laplace = passes.LastLayerLaplace(1.0, "diag", rank=2)
+    with pytest.raises(GraphoptError, match="rank: expected structure full or kron, found diag: leave rank out"):
+        graphopt.calibrate(network(), {"x": X, "target": np.zeros(60, np.int64)}, laplace)
+
+
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_the_prior_makes_the_rows_most_likely(structure: str) -> None:
     target = np.random.default_rng(2).integers(0, 3, 60)

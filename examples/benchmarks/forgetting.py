@@ -2,16 +2,20 @@
 
 python examples/benchmarks/forgetting.py prints accuracies on held-out digits of the first half and of the second, as
 means over seeds. The strength of each penalty is the best of those tried, by the mean of both accuracies on rows that
-neither train nor test.
+neither train nor test. Where avalanche-lib is installed, it learns the same rows from the same first network, with an
+order of batches of its own.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 import graphopt
 import passes
@@ -22,6 +26,8 @@ EWC = (1e1, 1e2, 1e3, 1e4)
 L2 = (1e-2, 1e-1, 1e0, 1e1)
 LWF = (0.5, 0.8, 0.95, 0.99)
 REPLAY = (0.1, 0.5)
+AVALANCHE_EWC = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
+AVALANCHE_LWF = (1.0, 5.0, 20.0, 100.0, 500.0)
 
 
 def accuracy(network: Any, rows: dict[str, np.ndarray], digits: range) -> float:
@@ -47,7 +53,8 @@ def compare(seed: int) -> dict[str, list[tuple[float, float, float]]]:
     rows, chosen_by, test = ({name: x[part] for name, x in digits.items()} for part in parts)
     halves = range(5), range(5, 10)
     first, second = ({name: x[np.isin(rows["target"], half)] for name, x in rows.items()} for half in halves)
-    before = train(models.mlp((1, 8, 8), 10, hidden=[64], seed=seed), first, seed)
+    start = models.mlp((1, 8, 8), 10, hidden=[64], seed=seed)
+    before = train(start, first, seed)
     loss = passes.CrossEntropy()
     information = graphopt.fisher(before, first, loss)
     equal = {name: np.ones_like(x) for name, x in information.items()}
@@ -66,7 +73,49 @@ def compare(seed: int) -> dict[str, list[tuple[float, float, float]]]:
             criterion = np.mean([accuracy(after, chosen_by, half) for half in halves])
             old, new = (accuracy(after, test, half) for half in halves)
             found.setdefault(name, []).append((float(criterion), old, new))
+    if importlib.util.find_spec("avalanche"):
+        for name, after in avalanche(start, first, second, seed):
+            criterion = np.mean([accuracy(after, chosen_by, half) for half in halves])
+            old, new = (accuracy(after, test, half) for half in halves)
+            found.setdefault(name, []).append((float(criterion), old, new))
     return found
+
+
+def avalanche(
+    start: Any, first: dict[str, np.ndarray], second: dict[str, np.ndarray], seed: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield names of avalanche's methods, and the network that each makes of one that has not trained."""
+    import torch
+    from avalanche.benchmarks import tensors_benchmark
+    from avalanche.training import plugins
+    from avalanche.training.supervised import Naive
+
+    tensors = [tuple(torch.from_numpy(rows[name]) for name in ("x", "target")) for rows in (first, second)]
+    stream = tensors_benchmark(tensors, tensors, task_labels=[0, 0]).train_stream
+    runs: list[tuple[str, Any]] = [("naive", None)]
+    runs += [("EWC", plugins.EWCPlugin(strength)) for strength in AVALANCHE_EWC]
+    runs += [("LwF", plugins.LwFPlugin(strength, temperature=2)) for strength in AVALANCHE_LWF]
+    for share in REPLAY:
+        memory = plugins.ReplayPlugin(round(share * len(second["x"])))  # as many in a batch as new ones
+        runs.append((f"replay, {share:g} earlier rows for each", memory))
+    for name, plugin in runs:
+        torch.manual_seed(seed)
+        network, after = (
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU()),
+            start.clone(),
+        )
+        network.append(torch.nn.Linear(64, 10))
+        state = {key.removeprefix("layers."): x.const_value.numpy() for key, x in start.graph.initializers.items()}
+        network.load_state_dict({key: torch.from_numpy(x.T.copy()) for key, x in state.items()})
+        optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+        used = {"plugins": [plugin] if plugin else [], "evaluator": None}
+        strategy = Naive(model=network, optimizer=optimizer, train_mb_size=32, train_epochs=10, **used)
+        for experience in stream:
+            optimizer.state.clear()
+            strategy.train(experience)
+        for key, x in network.state_dict().items():
+            after.graph.initializers[f"layers.{key}"].const_value = ir.tensor(x.numpy().T.copy())
+        yield f"avalanche: {name}", after
 
 
 def main() -> None:

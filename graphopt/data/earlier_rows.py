@@ -10,7 +10,7 @@ import numpy as np
 from graphopt.arguments import checked
 from graphopt.data import columnar, files
 from graphopt.data.dataset import Dataset
-from graphopt.data.foreign import relabelled
+from graphopt.data.foreign import check_both_named, relabelled
 from graphopt.errors import GraphoptError
 from graphopt.files import ReadName
 
@@ -21,13 +21,14 @@ def replay(path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float
 
     Args:
         path: the new data: a file, of which the reader's default options are taken, or a data set.
-        replay: the earlier data, whose arrays have the same names and shapes of rows. Classes without names keep their
-            numbers.
+        replay: the earlier data, whose arrays have the same names and shapes of rows. Classes have names in both or
+            in neither.
         share: the number of earlier rows for each new one; there are at most all of them.
         seed: the seed of the earlier rows.
 
     Raises:
-        GraphoptError: a file is no data, the arrays differ, or names of earlier classes are none of the new data's.
+        GraphoptError: a file is no data, the arrays differ, or classes have names in one of them alone, or names that
+            the new data lack.
 
     >>> new, earlier = (graphopt.data.Dataset({"x": numpy.full((4, 2), i)}) for i in (1.0, 0.0))
     >>> graphopt.data.replay(new, earlier, share=0.5).arrays["x"][:, 0].tolist()
@@ -38,6 +39,7 @@ def replay(path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float
     if not (isinstance(seed, int) and seed >= 0):
         raise GraphoptError(f"replay: seed: expected a whole number of 0 or more, found {seed!r}")
     new, earlier = (x if isinstance(x, Dataset) else _read(x) for x in (path, replay))
+    check_both_named(earlier, new.labels, "replay")
     earlier = relabelled(earlier, new.labels, "replay")
     drawn = np.sort(np.random.default_rng(seed).permutation(len(earlier))[: round(share * len(new))])
     parts = [{**x.arrays, **x.table} for x in (new, earlier)]

@@ -116,6 +116,17 @@ def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Datase
     return replace(data, arrays=arrays, classes=len(labels), labels=tuple(labels))
 
 
+def check_both_named(data: Dataset, labels: Sequence[str] | None, name: str) -> None:
+    """Raise an error unless classes have names here and in other data, or in neither: numbers may be others' places."""
+    if TARGET in data.arrays and (data.labels is None) != (labels is None):
+        found = "those without" if data.labels is None else f"the names {', '.join(map(str, data.labels))}"
+        others = "numbers alone" if labels is None else f"the names {', '.join(map(str, labels))}"
+        raise GraphoptError(
+            f"{name}: expected classes as in the other data, which have {others}, found {found}: name both, such as by "
+            "graphopt.data.Dataset(arrays, labels=[...]), in the order of the numbers"
+        )
+
+
 def _of_tuple(data: tuple[object, ...], wanted: Mapping[str, ir.Value] | None) -> Dataset:
     """Return `(X, y)` or `(X, y, sample_weight)` as a data set; y may be the names of classes."""
     if len(data) not in (2, 3) or any(part is None for part in data):

@@ -16,7 +16,7 @@ from graphopt.arguments import checked, keywords_of
 from graphopt.communicator import digest
 from graphopt.data import Dataset
 from graphopt.data.dataset import TARGET
-from graphopt.data.foreign import as_dataset, has_rows, relabelled
+from graphopt.data.foreign import as_dataset, check_both_named, has_rows, relabelled
 from graphopt.data.loader import LEAST_POISSON, Runs, Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, some
@@ -245,9 +245,8 @@ def _batch_sources(executor: Executor, data: Data, options: FitOptions) -> tuple
     """Return the source of the epochs' batches, and the held-out rows, if there are any."""
     validation, keep = options.validation, options.checkpoint is not None
     share, held_out = _held_out_share(validation), None
-    labels = data.labels if isinstance(data, Dataset) and data.labels else executor.labels
     if validation is not None and not isinstance(validation, int | float):
-        held_out = _held_out(executor, validation, labels, options)
+        held_out = _held_out(executor, validation, data, options)
     batches = read_batches(data, executor, options.allow_nan, options.steps_per_epoch, keep_positions=keep)
     if isinstance(batches, Stream):
         if share:
@@ -270,9 +269,7 @@ def _fit_on_features(executor: Executor, data: Data, options: FitOptions) -> Rec
     layers, validation = FrozenLayers(executor), options.validation
     size, allow_nan = options.batch_size, options.allow_nan
     if validation is not None and not isinstance(validation, int | float):
-        labels = data.labels or executor.labels
-        validation = relabelled(as_dataset(validation, executor.inputs), labels, "data")
-        validation = layers.features(validation, size, allow_nan=allow_nan)
+        validation = layers.features(_alike(executor, validation, data), size, allow_nan=allow_nan)
     rest = dataclasses.replace(options, cache_features=False, validation=validation)
     keywords = {field.name: getattr(rest, field.name) for field in dataclasses.fields(rest)}
     try:
@@ -317,11 +314,20 @@ def _numbered(executor: Executor, data: Dataset) -> Dataset:
     return data
 
 
-def _held_out(executor: Executor, validation: object, labels: Sequence[str] | None, options: FitOptions) -> HeldOut:
+def _alike(executor: Executor, validation: Any, data: Data) -> Dataset:
+    """Return other rows to validate on, whose classes have the numbers of those that train."""
+    rows, of_rows = as_dataset(validation, executor.inputs), isinstance(data, Dataset) and TARGET in data.arrays
+    labels = (data.labels if isinstance(data, Dataset) else None) or executor.labels
+    if of_rows and rows.labels and not labels:
+        check_both_named(rows, None, "data")
+    return relabelled(rows, labels, "data")
+
+
+def _held_out(executor: Executor, validation: object, data: Data, options: FitOptions) -> HeldOut:
     """Return other data than the training's to validate on."""
     try:
         if has_rows(validation):
-            validation = relabelled(as_dataset(validation, executor.inputs), labels, "data")
+            validation = _alike(executor, validation, data)
         batches = read_batches(validation, executor, options.allow_nan)
     except GraphoptError as error:
         raise GraphoptError(f"validation: {error}") from error

@@ -14,7 +14,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import load
 from graphopt.graph.rewriting import Read
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
+from graphopt.graph.values import dims_of, dtype_of, is_floating, may_be_alike, name_of
 from graphopt.intervals import within
 from passes.augment import trained_on
 from passes.losses.classification import CrossEntropy
@@ -108,11 +108,9 @@ class Distillation(Loss):
         with Emitter(model) as op:
             seen = {name: trained_on(x) for name, x in inputs.items()}  # augmented as for the model
             (logits,) = put_in(model, part, seen, _TEACHER)
-            dims, found = dims_of(prediction), dims_of(logits)
-            if len(dims) != len(found) or any(
-                isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(dims, found, strict=True)
-            ):
-                raise GraphoptError(f"{where}: expected logits of shape {list(dims)}, found {list(found)}")
+            if not may_be_alike(prediction.shape, logits.shape):
+                dims, found = (list(dims_of(x)) for x in (prediction, logits))
+                raise GraphoptError(f"{where}: expected logits of shape {dims}, found {found}")
             return op.cast(logits, prediction.dtype)
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value, *operands: ir.Value) -> ir.Value:

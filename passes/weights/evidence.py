@@ -346,8 +346,9 @@ def _is_wave(x: ir.Value, numbers: np.ndarray) -> bool:
     if table.shape[1] == 0:
         return False
     middle, ends = table[1:-1], table[2:] + table[:-2]
-    factor = (middle * ends).sum(0) / (middle * middle).sum(0)
-    return bool((np.abs(ends - factor * middle) < 1e-3).all() and (np.abs(factor) < 2).all())
+    products, squares = (middle * ends).sum(0), (middle * middle).sum(0)  # 2 cos(w) is their quotient
+    residuals = np.abs(ends * squares - products * middle)
+    return bool((residuals < 1e-3 * squares).all() and (np.abs(products) < 2 * squares).all())
 
 
 def _is_progression(numbers: np.ndarray) -> bool:
