@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -11,7 +12,9 @@ import subprocess
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
+import android_declarations
 import numpy as np
 import onnxruntime
 import planted_faults
@@ -36,6 +39,7 @@ import graphopt
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "graphopt" / "hosts" / "java"
 PROGRAMS = ROOT / "examples" / "hosts" / "java" / "test"
+ANDROID = ROOT / "examples" / "hosts" / "android"
 JAR = Path(os.environ.get("ONNXRUNTIME_JAR", PROGRAMS / "onnxruntime.jar"))  # com.microsoft.onnxruntime:onnxruntime
 LIBRARIES = sorted(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))  # of Python's ONNX Runtime
 pytestmark = [
@@ -51,7 +55,8 @@ pytestmark = [
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("classes")
     java = ["javac", "-Werror", "-Xlint:all,-options", "-cp", f"{JAR}{os.pathsep}{folder}", "-d", str(folder)]
-    subprocess.run([*java, "--release", "8", *SOURCE.glob("graphopt/*.java")], check=True)
+    sources = [*SOURCE.glob("graphopt/*.java"), ANDROID / "app/src/main/java/graphopt/phone/Classifier.java"]
+    subprocess.run([*java, "--release", "8", *sources], check=True)
     subprocess.run([*java, *PROGRAMS.glob("*.java")], check=True)
     bridge(folder / "native")
     return folder
@@ -159,7 +164,9 @@ def test_a_damaged_proof_is_no_proof(kind: str, classes: Path, tmp_path: Path) -
     proof = tmp_path / "proof.safetensors"
     proof.write_bytes(damaged(proof.read_bytes(), kind))
     done = java(classes, "Check", "open", tmp_path / "cache", tmp_path)
-    assert re.match(r"error\tONNX Runtime .* of the proof" if kind == "NaN" else ".*train=not proven: ", done.stdout), done
+    assert re.match(r"error\tONNX Runtime .* of the proof" if kind == "NaN" else ".*train=not proven: ", done.stdout), (
+        done
+    )
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -238,6 +245,49 @@ def test_a_damaged_folder_is_refused_in_one_line(name, change, told, classes: Pa
     assert not done.returncode and done.stdout.count("\n") == 1 and told in done.stdout, done
 
 
-def test_export_writes_the_program(tmp_path: Path) -> None:
-    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path, language="java")
-    assert {path.name for path in (tmp_path / "java").rglob("*.java")} == {x.name for x in SOURCE.rglob("*.java")}
+@pytest.mark.slow
+def test_the_app_for_phones_learns_digits(classes: Path, tmp_path: Path) -> None:
+    """Its head and its adapter learn digits, of which the network knew 8, and Python goes on from the checkpoint."""
+    spec = importlib.util.spec_from_file_location("export", ANDROID / "export.py")
+    assert spec is not None and spec.loader is not None
+    export = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(export)
+    export.main(tmp_path, epochs=2)
+    rows = graphopt.data.digits().arrays
+    x = (rows["x"] * (255 / rows["x"].max())).astype(np.uint32)
+    (0xFF000000 + x * 0x010101).astype(np.uint32).tofile(tmp_path / "pixels")
+    rows["target"].astype(np.int64).tofile(tmp_path / "labels")
+    for name, least in (("head", 0.8), ("adapter", 0.8)):
+        saved = tmp_path / f"{name}.safetensors"
+        done = java(classes, "Phone", tmp_path / name, tmp_path / "pixels", tmp_path / "labels", 4, saved)
+        assert not done.returncode and "{train=proven, evaluate=proven, predict=proven}" in done.stderr, done
+        (first, _), *_, (last, accuracy) = (map(float, line.split()) for line in done.stdout.splitlines())
+        assert last < first and accuracy > least, done
+
+
+def test_the_app_compiles_and_its_resources_are_there(classes: Path, tmp_path: Path) -> None:
+    """Against declarations of Android's classes; the app itself is not built here."""
+    app = ANDROID / "app" / "src" / "main"
+    strings = [x.attrib["name"] for x in ElementTree.parse(app / "res/values/strings.xml").getroot()]
+    declared = android_declarations.write(tmp_path, strings)
+    activity = app / "java/graphopt/phone/MainActivity.java"
+    path = f"{JAR}{os.pathsep}{classes}"
+    command = [
+        "javac",
+        "-Werror",
+        "-Xlint:all,-options",
+        "--release",
+        "8",
+        "-cp",
+        path,
+        "-d",
+        str(tmp_path / "classes"),
+    ]
+    subprocess.run([*command, *declared, activity], check=True)
+    manifest = ElementTree.parse(app / "AndroidManifest.xml").getroot()
+    space = "{http://schemas.android.com/apk/res/android}"
+    (named,) = (x.attrib[f"{space}name"] for x in manifest.iter("activity"))
+    assert (tmp_path / "classes" / f"{named.replace('.', '/')}.class").exists()
+    assert not [*manifest.iter("uses-permission")]
+    (sources,) = re.findall(r"main.java.srcDir '(.*)'", (ANDROID / "app/build.gradle").read_text())
+    assert (ANDROID / "app" / sources).resolve() == SOURCE

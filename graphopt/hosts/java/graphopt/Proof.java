@@ -28,7 +28,7 @@ final class Proof {
             int h = (i + 1) * 0x9E3779B1;
             h = (h ^ h >>> 15) * 0x85EBCA6B;
             h ^= h >>> 13;
-            for (int k = 0; k < 3; k++) sums[k] += (h >> k & 1) != 0 ? -x : x;
+            for (int k = 0; k < 3; k++) sums[k] += x * (1 - 2 * (h >> k & 1));
         }
         return sums;
     }

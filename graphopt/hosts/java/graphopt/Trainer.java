@@ -230,6 +230,24 @@ public final class Trainer implements AutoCloseable {
         return names;
     }
 
+    private Value feed(String name) throws GraphoptException {
+        for (Value x : feeds) if (x.name.equals(name)) return x;
+        throw new GraphoptException("feed " + name + ": expected one of " + feeds() + ", found another");
+    }
+
+    /** The sizes of a feed; -1 where one is open. */
+    public long[] shape(String feed) throws GraphoptException {
+        List<?> shape = feed(feed).shape == null ? Collections.emptyList() : feed(feed).shape;
+        long[] sizes = new long[shape.size()];
+        for (int i = 0; i < sizes.length; i++) sizes[i] = shape.get(i) instanceof Long ? (Long) shape.get(i) : -1;
+        return sizes;
+    }
+
+    /** The largest label of a feed; infinity for numbers. */
+    public double most(String feed) throws GraphoptException {
+        return feed(feed).high;
+    }
+
     /** Sets a hyperparameter, such as `learning_rate`. */
     public void set(String name, double number) throws GraphoptException, OrtException {
         for (Value x : hyperparameters) {
@@ -292,8 +310,7 @@ public final class Trainer implements AutoCloseable {
                 if (tensor != numbers) own.add(tensor);
                 given.put(x.name, tensor);
             }
-            for (String name : batch.keySet())
-                if (!feeds().contains(name)) throw new GraphoptException("feed " + name + ": expected one of " + feeds() + ", found another");
+            for (String name : batch.keySet()) feed(name);
             return run(session, graph, given, outputs);
         } finally {
             for (OnnxTensor tensor : own) tensor.close();

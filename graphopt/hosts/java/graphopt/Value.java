@@ -30,7 +30,7 @@ final class Value {
     final OnnxJavaType type;
     final List<?> shape; // numbers, names of open sizes, and null for those without a name; null if it is not known
     final Object initial;
-    private double low = Double.NEGATIVE_INFINITY, high = Double.POSITIVE_INFINITY, ignored = Double.NaN; // labels
+    double low = Double.NEGATIVE_INFINITY, high = Double.POSITIVE_INFINITY, ignored = Double.NaN; // labels
 
     Value(Object entry) throws GraphoptException {
         Map<?, ?> x = entry instanceof Map ? (Map<?, ?>) entry : new HashMap<>();
