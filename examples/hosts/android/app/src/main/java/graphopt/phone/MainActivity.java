@@ -243,7 +243,6 @@ public final class MainActivity extends Activity {
         if (trainer == null) return;
         Files.write(names(network).toPath(), String.join("\n", classifier.classes()).getBytes(StandardCharsets.UTF_8));
         trainer.save(checkpoint(network));
-        if (network.equals("adapter")) trainer.adapter("onnxruntime", getFilesDir());
         say("saved to " + getFilesDir());
     }
 
