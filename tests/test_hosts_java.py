@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -43,6 +43,7 @@ ANDROID = ROOT / "examples" / "hosts" / "android"
 JAR = Path(os.environ.get("ONNXRUNTIME_JAR", PROGRAMS / "onnxruntime.jar"))  # com.microsoft.onnxruntime:onnxruntime
 LIBRARIES = sorted(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))  # of Python's ONNX Runtime
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("plain"),
     pytest.mark.skipif(
         not JAR.exists() or not LIBRARIES or not all(map(shutil.which, ("java", "javac", "gcc"))),
@@ -99,6 +100,7 @@ def train(classes: Path, folder: Path, state: Path | None, fed: Sequence[Batch],
 said: dict[Path, list[str]] = {}  # by the file that a run wrote
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [*GRAPHS, *MORE])
 def test_java_trains_as_python_does(name: str, classes: Path, tmp_path: Path) -> None:
     step, fed = {**GRAPHS, **MORE}[name][0](), batches(name, 20)
@@ -113,6 +115,7 @@ def test_java_trains_as_python_does(name: str, classes: Path, tmp_path: Path) ->
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "adapter"])
 def test_checkpoints_resume_bit_for_bit(name: str, classes: Path, tmp_path: Path) -> None:
     """And Python goes on from them, and Java from Python's."""
@@ -133,6 +136,7 @@ def test_checkpoints_resume_bit_for_bit(name: str, classes: Path, tmp_path: Path
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", planted_faults.NETWORKS)
 def test_java_notices_a_wrong_kernel_and_takes_the_next_provider(name: str, classes: Path, tmp_path: Path) -> None:
     faults = planted_faults.written(name, tmp_path)
@@ -158,17 +162,20 @@ def test_the_proof_is_remembered_by_all_files(classes: Path, tmp_path: Path) -> 
     assert "before" not in known[2]
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_proof_is_no_proof(kind: str, classes: Path, tmp_path: Path) -> None:
-    graphopt.export_hosts(GRAPHS["mlp"][0](), tmp_path)
-    proof = tmp_path / "proof.safetensors"
-    proof.write_bytes(damaged(proof.read_bytes(), kind))
-    done = java(classes, "Check", "open", tmp_path / "cache", tmp_path)
-    assert re.match(r"error\tONNX Runtime .* of the proof" if kind == "NaN" else ".*train=not proven: ", done.stdout), (
-        done
-    )
+def test_a_damaged_proof_is_no_proof(classes: Path, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["mlp"][0](), tmp_path / "host")
+    folders = [tmp_path / kind for kind in DAMAGES]
+    for folder in folders:
+        shutil.copytree(tmp_path / "host", folder)
+        proof = folder / "proof.safetensors"
+        proof.write_bytes(damaged(proof.read_bytes(), folder.name))
+    done = java(classes, "Check", "open", tmp_path / "cache", *folders)
+    for kind, line in zip(DAMAGES, done.stdout.splitlines(), strict=True):
+        told = r"error\tONNX Runtime .* of the proof" if kind == "NaN" else ".*train=not proven: "
+        assert re.match(told, line), (kind, line)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_batch_does_not_spoil_the_state(name: str, classes: Path, tmp_path: Path) -> None:
     step, fed = BAD[name][0](), with_bad_batches(name)
@@ -182,6 +189,7 @@ def test_a_bad_batch_does_not_spoil_the_state(name: str, classes: Path, tmp_path
     assert sum("expected a finite loss and state" in line for line in said[with_bad]) == len(BAD_AT)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapter_files_are_those_of_python(name: str, classes: Path, tmp_path: Path) -> None:
     step, batch, forms = adapted(name)
@@ -224,28 +232,6 @@ def test_every_mistake_is_told_in_one_line(classes: Path, tmp_path: Path) -> Non
     ], done
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "told"),
-    [
-        ("host.json", lambda x: b"<!doctype html>", "expected JSON, found other text"),
-        ("host.json", lambda x: x.replace(b'"version": 1', b'"version": 2'), "expected graphopt.host version 1"),
-        ("host.json", lambda x: b"[" * 100_000, "expected JSON, found other text"),
-        ("host.json", lambda x: re.sub(rb'("onnxruntime": )"[^"]*"', rb'\1"1.99"', x), "expected 1.99 or later"),
-        ("host.json", lambda x: x.replace(b'"train.onnx"', b'"../train.onnx"'), "expected the name of a file"),
-        ("host.json", lambda x: json.dumps({**json.loads(x), "graphs": 5}).encode(), "expected graphs"),
-        ("state.safetensors", lambda x: x[:-4], "expected the numbers of"),
-        ("state.safetensors", lambda x: b"abc", "expected a safetensors file"),
-        ("state.safetensors", lambda x: (2**63 - 1).to_bytes(8, "little") + x[8:], "expected a safetensors file"),
-    ],
-)
-def test_a_damaged_folder_is_refused_in_one_line(name, change, told, classes: Path, tmp_path: Path) -> None:
-    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path)
-    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
-    done = java(classes, "Check", "open", tmp_path / "cache", tmp_path)
-    assert not done.returncode and done.stdout.count("\n") == 1 and told in done.stdout, done
-
-
-@pytest.mark.slow
 def test_the_app_for_phones_learns_digits(classes: Path, tmp_path: Path) -> None:
     """Its head and its adapter learn digits, of which the network knew 8, and Python goes on from the checkpoint."""
     spec = importlib.util.spec_from_file_location("export", ANDROID / "export.py")
@@ -291,3 +277,31 @@ def test_the_app_compiles_and_its_resources_are_there(classes: Path, tmp_path: P
     assert not [*manifest.iter("uses-permission")]
     (sources,) = re.findall(r"main.java.srcDir '(.*)'", (ANDROID / "app/build.gradle").read_text())
     assert (ANDROID / "app" / sources).resolve() == SOURCE
+
+
+def _with_graphs(content: bytes) -> bytes:
+    return json.dumps({**json.loads(content), "graphs": 5}).encode()
+
+
+DAMAGED: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ("host.json", lambda x: b"<!doctype html>", "expected JSON, found other text"),
+    ("host.json", lambda x: x.replace(b'"version": 1', b'"version": 2'), "expected graphopt.host version 1"),
+    ("host.json", lambda x: b"[" * 100_000, "expected JSON, found other text"),
+    ("host.json", lambda x: re.sub(rb'("onnxruntime": )"[^"]*"', rb'\1"1.99"', x), "expected 1.99 or later"),
+    ("host.json", lambda x: x.replace(b'"train.onnx"', b'"../train.onnx"'), "expected the name of a file"),
+    ("host.json", _with_graphs, "expected graphs"),
+    ("state.safetensors", lambda x: x[:-4], "expected the numbers of"),
+    ("state.safetensors", lambda x: b"abc", "expected a safetensors file"),
+    ("state.safetensors", lambda x: (2**63 - 1).to_bytes(8, "little") + x[8:], "expected a safetensors file"),
+]
+
+
+def test_a_damaged_folder_is_refused_in_one_line(classes: Path, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    folders = [tmp_path / str(i) for i in range(len(DAMAGED))]
+    for folder, (name, change, _) in zip(folders, DAMAGED, strict=True):
+        shutil.copytree(tmp_path / "host", folder)
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+    done = java(classes, "Check", "open", tmp_path / "cache", *folders)
+    for (_, _, told), line in zip(DAMAGED, done.stdout.splitlines(), strict=True):
+        assert line.startswith("error\t") and told in line, line
