@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import capabilities
 import jsonschema
 import numpy as np
 import onnx
@@ -257,6 +258,15 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
         graphopt.export_hosts(step, tmp_path / "file")
+
+
+def test_numbers_of_bfloat16_train_in_a_bare_runtime(tmp_path: Path) -> None:
+    """Its CPU provider has no kernels for them: a folder that no version could open was exported."""
+    step, fed = capabilities.step("bfloat16"), capabilities.batches("bfloat16", 3)
+    graphopt.export_hosts(step, tmp_path)
+    executor, host = graphopt.Executor(step, threads=1), Host(tmp_path)
+    for batch in fed:
+        assert_close(host.run("train", batch), executor.step(batch), rtol=1e-2)
 
 
 @pytest.mark.parametrize("language", ["javascript", "java", "c"])

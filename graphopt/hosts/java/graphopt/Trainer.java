@@ -50,6 +50,7 @@ public final class Trainer implements AutoCloseable {
             try {
                 trainer.graph("train");
                 trainer.graph("evaluate");
+                if (trainer.fileOf("predict") != null) trainer.graph("predict");
                 trainer.told.addAll(told);
                 return trainer;
             } catch (Unproven | OrtException error) {
@@ -80,8 +81,16 @@ public final class Trainer implements AutoCloseable {
         reports = values("reports");
         file = new Bytes(read("state.safetensors"), "state.safetensors");
         for (Value x : state) if (x.next == null) throw new GraphoptException("host.json: state " + x.name + ": expected what is next, found none");
-        for (Value x : hyperparameters) if (x.initial instanceof Number) set(x.name, ((Number) x.initial).doubleValue());
-        begin(file, "state.safetensors");
+        compared("train");
+        current.putAll(initial());
+    }
+
+    /** The state of the folder and the defaults of hyperparameters. */
+    private Map<String, OnnxTensor> initial() throws GraphoptException, OrtException {
+        Map<String, OnnxTensor> made = stateOf(file, "state.safetensors");
+        for (Value x : hyperparameters)
+            if (x.initial instanceof Number) made.put(x.name, x.tensor(environment, new double[] {((Number) x.initial).doubleValue()}, new LinkedHashMap<>()));
+        return made;
     }
 
     private static int minor(String version) {
@@ -150,7 +159,7 @@ public final class Trainer implements AutoCloseable {
         if (path == null) return "not proven: the folder has no proof";
         String graph = fileOf(name), found;
         File note = null;
-        Map<String, OnnxTensor> given = new LinkedHashMap<>(current), batch = new LinkedHashMap<>();
+        Map<String, OnnxTensor> given = new LinkedHashMap<>();
         try {
             if (cache != null) {
                 List<String> files = new ArrayList<>(Arrays.asList("host.json", "state.safetensors", graph, path));
@@ -160,36 +169,34 @@ public final class Trainer implements AutoCloseable {
                 if (note.isFile()) return "proven before";
             }
             Bytes proof = new Bytes(read(path), path);
+            given.putAll(initial()); // a graph may be opened after steps
             for (Value x : feeds) {
                 long[] dims = Proof.shape(proof, x.name);
-                batch.put(x.name, x.tensor(environment, x.tensor(environment, Proof.feed(proof, x, dims), dims), new LinkedHashMap<>()));
+                given.put(x.name, x.tensor(environment, Proof.feed(proof, x, dims), dims));
+                x.tensor(environment, given.get(x.name), new LinkedHashMap<>()); // which refuses labels
             }
-            given.putAll(batch);
             Map<String, OnnxTensor> start = new LinkedHashMap<>();
-            if (name.equals("train")) for (Value x : state) start.put(x.next, current.get(x.name));
+            if (name.equals("train")) for (Value x : state) start.put(x.next, given.get(x.name));
             List<String> outputs = compared(name);
             try (OrtSession.Result result = run(session, name, given, outputs)) {
                 Object[] differs = Proof.first(proof, "graph." + name, outputs, result, start);
                 found = differs == null ? null : (String) differs[1];
             }
+            if (found == null) {
+                if (note != null && (cache.isDirectory() || cache.mkdirs())) note.createNewFile();
+                return "proven";
+            }
+            if (name.equals("train") && fileOf("debug") != null) {
+                Map<String, OnnxTensor> read = new LinkedHashMap<>(given);
+                read.keySet().retainAll(session.getInputNames());
+                found += Proof.firstNode(this, new File(folder, fileOf("debug")), read);
+            }
         } catch (GraphoptException | RuntimeException error) {
             return "not proven: " + error.getMessage();
         } finally {
-            for (OnnxTensor tensor : batch.values()) tensor.close();
+            for (OnnxTensor tensor : given.values()) tensor.close();
         }
-        if (found == null) {
-            if (note != null && (cache.isDirectory() || cache.mkdirs())) note.createNewFile();
-            return "proven";
-        }
-        String node = "";
-        if (name.equals("train") && fileOf("debug") != null) {
-            Bytes proof = new Bytes(read(path), path);
-            Map<String, OnnxTensor> again = new LinkedHashMap<>(current);
-            for (Value x : feeds) again.put(x.name, x.tensor(environment, Proof.feed(proof, x, Proof.shape(proof, x.name)), Proof.shape(proof, x.name)));
-            again.keySet().retainAll(session.getInputNames());
-            node = Proof.firstNode(this, new File(folder, fileOf("debug")), again);
-        }
-        throw new Unproven("ONNX Runtime " + environment.getVersion() + ": " + graph + ": output " + found + node);
+        throw new Unproven("ONNX Runtime " + environment.getVersion() + ": " + graph + ": output " + found);
     }
 
     /** Runs a graph on what it reads of some tensors. */
@@ -331,7 +338,8 @@ public final class Trainer implements AutoCloseable {
         if (old != null && last == null) old.close();
     }
 
-    private void begin(Bytes from, String path) throws GraphoptException, OrtException {
+    /** The state in a file, as tensors. */
+    private Map<String, OnnxTensor> stateOf(Bytes from, String path) throws GraphoptException, OrtException {
         Map<String, OnnxTensor> made = new LinkedHashMap<>();
         try {
             for (Value x : state) {
@@ -351,15 +359,16 @@ public final class Trainer implements AutoCloseable {
             for (OnnxTensor tensor : made.values()) tensor.close();
             throw error;
         }
-        for (Map.Entry<String, OnnxTensor> x : made.entrySet()) put(x.getKey(), x.getValue());
-        if (last != null) last.close();
-        last = null;
+        return made;
     }
 
     /** Goes on from a checkpoint: of this class, of another host, or of Executor.save(path, checksum=False). */
     public void load(File path) throws GraphoptException, OrtException, IOException {
         if (!path.isFile()) throw new GraphoptException(path + ": expected a checkpoint, found none");
-        begin(new Bytes(Bytes.read(path), path.getPath()), path.getPath());
+        Map<String, OnnxTensor> made = stateOf(new Bytes(Bytes.read(path), path.getPath()), path.getPath());
+        for (Map.Entry<String, OnnxTensor> x : made.entrySet()) put(x.getKey(), x.getValue());
+        if (last != null) last.close();
+        last = null;
     }
 
     /** Writes a checkpoint: the file of the state with other numbers. */
