@@ -42,7 +42,8 @@ STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE, _WEIGHTS_FILE = "inference.onnx", "weights.bin"
 _LARGE, _MANY, _ALIGNED = 2**10, 2**22, 64  # bytes: of a weight and of all graphs' in a file of their own
 _LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
-LANGUAGES = {"c": ("*", "abi/*"), "java": ("*", "graphopt/*"), "javascript": ("*",)}  # in which there is a program, and its files
+# In which there is a program, and its files.
+LANGUAGES = {"c": ("*", "abi/*"), "java": ("*", "graphopt/*"), "javascript": ("*",)}
 REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
 
 _PathLike = str | os.PathLike[str]
