@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import capabilities
 import jsonschema
 import numpy as np
 import onnx
@@ -250,22 +251,33 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) 
     with pytest.raises(graphopt.GraphoptError, match="batch: expected 1 or more"):
         graphopt.export_hosts(step, tmp_path / "out", batch=0)
     with pytest.raises(
-        graphopt.GraphoptError, match="unknown language 'java', nearest: 'javascript'; known: c, javascript"
+        graphopt.GraphoptError, match="unknown language 'java8', nearest: 'java'; known: c, java, javascript"
     ):
-        graphopt.export_hosts(step, tmp_path / "out", language="java")
+        graphopt.export_hosts(step, tmp_path / "out", language="java8")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
         graphopt.export_hosts(step, tmp_path / "file")
 
 
-@pytest.mark.parametrize("language", ["javascript", "c"])
+def test_numbers_of_bfloat16_train_in_a_bare_runtime(tmp_path: Path) -> None:
+    """Its CPU provider has no kernels for them: a folder that no version could open was exported."""
+    step, fed = capabilities.step("bfloat16"), capabilities.batches("bfloat16", 3)
+    graphopt.export_hosts(step, tmp_path)
+    executor, host = graphopt.Executor(step, threads=1), Host(tmp_path)
+    for batch in fed:
+        assert_close(host.run("train", batch), executor.step(batch), rtol=1e-2)
+
+
+@pytest.mark.parametrize("language", ["javascript", "java", "c"])
 def test_the_program_of_a_language_comes_with_the_graphs(language: str, tmp_path: Path) -> None:
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     graphopt.export_hosts(step, tmp_path, language=language)
     source = Path(graphopt.__file__).parent / "hosts" / language
     written = {path.relative_to(tmp_path / language) for path in (tmp_path / language).rglob("*") if path.is_file()}
     expected = {"c": {"graphopt.c", "graphopt.h", "train.c", "Makefile", "README.md", "abi/onnxruntime_c_api.h"}}
+    if language == "java":
+        expected["java"] = {"README.md", *(f"graphopt/{path.name}" for path in source.glob("graphopt/*.java"))}
     if language == "javascript":
         files = json.loads((source / "package.json").read_text())["files"]
         expected["javascript"] = {*files, "package.json", "README.md"}

@@ -205,7 +205,10 @@ def test_older_folders_are_not_proven_and_work(built: Path, folders: Any, tmp_pa
         assert right["proofs"] == {"train": "not proven: the folder has no proof"}
 
 
-def _damaged(content: bytes, kind: str) -> bytes:
+DAMAGES = ["cut", "bytes", "NaN", "large", "negative", "axes", "empty", "type", "rows", "label", "none"]
+
+
+def damaged(content: bytes, kind: str) -> bytes:
     arrays = dict(safetensors.numpy.load(content))
     if kind == "cut":
         return content[:-16]
@@ -232,15 +235,13 @@ def _damaged(content: bytes, kind: str) -> bytes:
     return safetensors.numpy.save(arrays)
 
 
-@pytest.mark.parametrize(
-    "kind", ["cut", "bytes", "NaN", "large", "negative", "axes", "empty", "type", "rows", "label", "none"]
-)
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_proof_is_no_proof(kind: str, built: Path, folders: Any, tmp_path: Path) -> None:
     folder, _ = folders["mlp"]
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     proof = copy / "proof.safetensors"
-    proof.write_bytes(_damaged(proof.read_bytes(), kind))
+    proof.write_bytes(damaged(proof.read_bytes(), kind))
     ((code, line),) = opened(built, tmp_path, copy)
     assert (code, line.partition(":")[0]) in [
         (0, "not proven"),
@@ -257,7 +258,7 @@ def test_a_damaged_debug_file_names_no_node(built: Path, folders: Any, tmp_path:
     folder, _ = folders["mlp"]
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    (copy / "proof.safetensors").write_bytes(_damaged((copy / "proof.safetensors").read_bytes(), "NaN"))
+    (copy / "proof.safetensors").write_bytes(damaged((copy / "proof.safetensors").read_bytes(), "NaN"))
     debug = (copy / "debug.safetensors").read_bytes()
     for size in (0, 2**61, 2**64 - 8):
         (copy / "debug.safetensors").write_bytes(size.to_bytes(8, "little") + debug[8:])

@@ -27,7 +27,7 @@ DECISIONS = sorted((ROOT / "examples/guides/decisions").glob("*.md"))
 INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
 # Packages of pages and of commands that only the environment of the extras `federated` and `cluster` has.
 NEEDS = {"federated": ("flwr", "ray"), "sweep=ray": ("hydra_plugins.hydra_ray_launcher",)}
-NOT_RUN = {"java", "kotlin", "csharp", "rust", "swift"}  # as the page says
+NOT_RUN = {"csharp", "rust", "swift"}  # as the page says
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -42,7 +42,8 @@ STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE, _WEIGHTS_FILE = "inference.onnx", "weights.bin"
 _LARGE, _MANY, _ALIGNED = 2**10, 2**22, 64  # bytes: of a weight and of all graphs' in a file of their own
 _LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
-LANGUAGES = {"c": ("*", "abi/*"), "javascript": ("*",)}  # in which there is a program, and its files
+# In which there is a program, and its files.
+LANGUAGES = {"c": ("*", "abi/*"), "java": ("*", "graphopt/*"), "javascript": ("*",)}
 REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
 
 _PathLike = str | os.PathLike[str]
@@ -82,7 +83,7 @@ def export_hosts(
         unroll: unroll Scan and Loop, for runtimes without loops; see `passes.UnrollLoops`.
         target: the runtime whose missing or incorrect operators the graphs avoid; see `passes.Portable`.
         language: write the program that trains, too, to a folder of this name: `javascript`, a package for Node and
-            browsers, or `c`, a library.
+            browsers; `java`, a package for Android and others; or `c`, a library.
 
     Raises:
         GraphoptError: the model trains nothing, or cannot be written in this form.

@@ -108,7 +108,8 @@ _LEFT_OUT = {
 
 
 def _portable(name: str | None) -> Target:
-    pipeline = Pipeline(fuse=Fuse((*_CPU_ALONE, *_LEFT_OUT.get(name or "", ()))), forms=Portable(name))
+    alone = _CPU_ALONE if name else _CPU_ALONE[1:]  # a host without a target is the CPU provider
+    pipeline = Pipeline(fuse=Fuse((*alone, *_LEFT_OUT.get(name or "", ()))), forms=Portable(name))
     return Target(name or "portable", pipeline, own_version())
 
 

@@ -1,0 +1,130 @@
+package graphopt;
+
+import ai.onnxruntime.OnnxJavaType;
+import ai.onnxruntime.OnnxTensor;
+import ai.onnxruntime.OrtSession;
+import java.io.File;
+import java.io.IOException;
+import java.nio.ByteBuffer;
+import java.nio.charset.StandardCharsets;
+import java.security.MessageDigest;
+import java.security.NoSuchAlgorithmException;
+import java.util.LinkedHashMap;
+import java.util.List;
+import java.util.Map;
+
+/** Compares what a provider computes of a batch with the sums in proof.safetensors; see graphopt/hosts/proof.py. */
+final class Proof {
+    private static final int COLUMNS = 4; // of a row: how much the sums of an output may differ, and its sums
+    private static final int MOST = 1 << 26; // numbers of a feed
+
+    private Proof() {}
+
+    /** The sums of numbers, or of their change from a start, with random signs. */
+    static double[] sums(ByteBuffer numbers, OnnxJavaType type, ByteBuffer start, int count) {
+        double[] sums = new double[3];
+        for (int i = 0; i < count; i++) {
+            double x = Numbers.at(numbers, type, i) - (start == null ? 0 : Numbers.at(start, type, i));
+            int h = (i + 1) * 0x9E3779B1;
+            h = (h ^ h >>> 15) * 0x85EBCA6B;
+            h ^= h >>> 13;
+            for (int k = 0; k < 3; k++) sums[k] += x * (1 - 2 * (h >> k & 1));
+        }
+        return sums;
+    }
+
+    /** A feed of the proof: numbers that repeat, in its shape. */
+    static ByteBuffer feed(Bytes file, Value feed, long[] dims) throws GraphoptException {
+        ByteBuffer own = file.numbers("feed." + feed.name);
+        if (feed.type == null || !String.valueOf(feed.stored()).equals(file.type("feed." + feed.name)) || own.remaining() < feed.type.size)
+            throw new GraphoptException("feed " + feed.name + ": expected numbers of " + feed.kind);
+        long count = 1;
+        for (long size : dims) count = size > 0 && size <= MOST / count ? count * size : MOST + 1L;
+        if (count > MOST) throw new GraphoptException("feed " + feed.name + ": expected numbers of some shape");
+        byte[] period = new byte[own.remaining() / feed.type.size * feed.type.size], whole = new byte[(int) count * feed.type.size];
+        own.get(period);
+        for (int i = 0; i < whole.length; i += period.length) System.arraycopy(period, 0, whole, i, Math.min(period.length, whole.length - i));
+        return ByteBuffer.wrap(whole).order(java.nio.ByteOrder.LITTLE_ENDIAN);
+    }
+
+    static long[] shape(Bytes file, String feed) throws GraphoptException {
+        ByteBuffer numbers = file.numbers("shape." + feed);
+        long[] dims = new long[numbers.remaining() / 8];
+        if (dims.length > 16) throw new GraphoptException("feed " + feed + ": expected at most 16 axes");
+        for (int i = 0; i < dims.length; i++) dims[i] = numbers.getLong(8 * i);
+        return dims;
+    }
+
+    /** The place and the line of the first output whose sums differ; null if none does. `start` is state by output. */
+    static Object[] first(Bytes file, String table, List<String> outputs, OrtSession.Result found, Map<String, OnnxTensor> start)
+        throws GraphoptException {
+        ByteBuffer rows = file.numbers(table);
+        int missing = 0;
+        if (rows.remaining() != 8 * COLUMNS * outputs.size())
+            throw new GraphoptException("expected " + outputs.size() + " rows of " + table + ", found " + rows.remaining() + " bytes");
+        for (int r = 0; r < outputs.size(); r++) {
+            String name = outputs.get(r);
+            double allowed = rows.getDouble(8 * COLUMNS * r);
+            OnnxTensor tensor = (OnnxTensor) found.get(name).orElseThrow(() -> new GraphoptException("expected an output " + name + ", found none"));
+            OnnxTensor before = start.get(name);
+            if (allowed == Double.POSITIVE_INFINITY) {
+                missing += before != null ? 1 : 0;
+                continue;
+            }
+            OnnxJavaType type = tensor.getInfo().type;
+            ByteBuffer numbers = Numbers.of(tensor), old = before == null ? null : Numbers.of(before);
+            if (old != null && old.remaining() != numbers.remaining())
+                return new Object[] {r, name + ": expected " + old.remaining() + " bytes, found " + numbers.remaining()};
+            double[] sums = sums(numbers, type, old, numbers.remaining() / type.size);
+            for (int k = 0; k < 3; k++) {
+                double expected = rows.getDouble(8 * (COLUMNS * r + 1 + k));
+                if (!(Math.abs(sums[k] - expected) <= allowed))
+                    return new Object[] {r, String.format(java.util.Locale.ROOT, "%s: expected the sum %.6g of the proof, found %.6g", name, expected, sums[k])};
+            }
+        }
+        if (missing > 0) throw new GraphoptException("states that are not compared: " + missing);
+        return null;
+    }
+
+    /** The operator and the output of the first node that differs; empty if none does alone, or it is not known. */
+    static String firstNode(Trainer trainer, File debug, Map<String, OnnxTensor> given) {
+        try {
+            Bytes file = new Bytes(Bytes.read(debug), debug.getName());
+            String[] lines = text(file, "debug.names").split("\n");
+            Map<String, String> line = new LinkedHashMap<>();
+            for (String each : lines) line.put(each.substring(each.indexOf(' ') + 1), each);
+            ByteBuffer suffix = file.numbers("debug.graph");
+            byte[] more = new byte[suffix.remaining()];
+            suffix.get(more);
+            List<String> outputs = new java.util.ArrayList<>(line.keySet());
+            try (OrtSession session = trainer.openGraph("train", more); OrtSession.Result found = session.run(given, line.keySet())) {
+                Object[] differs = first(file, "debug.numbers", outputs, found, new LinkedHashMap<>());
+                return differs == null ? "" : ", first in node " + line.get(outputs.get((Integer) differs[0]));
+            }
+        } catch (Exception error) { // what names a node is more than is needed
+            return "";
+        }
+    }
+
+    private static String text(Bytes file, String name) throws GraphoptException {
+        return StandardCharsets.UTF_8.decode(file.numbers(name)).toString();
+    }
+
+    /** The file that remembers a proof: its name is a hash of all that decides what is computed. */
+    static File note(File cache, File folder, Iterable<String> files, String... facts) throws IOException {
+        try {
+            MessageDigest digest = MessageDigest.getInstance("SHA-256");
+            for (String fact : facts) digest.update((fact + "\n").getBytes(StandardCharsets.UTF_8));
+            for (String name : files) {
+                byte[] content = Bytes.read(new File(folder, name));
+                digest.update((name + " " + content.length + "\n").getBytes(StandardCharsets.UTF_8));
+                digest.update(content);
+            }
+            StringBuilder name = new StringBuilder("proof-");
+            for (byte b : digest.digest()) name.append(String.format("%02x", b));
+            return new File(cache, name.toString());
+        } catch (NoSuchAlgorithmException error) {
+            throw new IOException(error);
+        }
+    }
+}
