@@ -83,7 +83,7 @@ def images(
     if size is not None and (np.shape(size) != (2,) or min(size) < 1 or math.prod(size) > MOST_PIXELS):
         raise GraphoptError(
             f"data.size: expected a height and a width, such as [224,224], of at most {MOST_PIXELS:,} pixels, found "
-            f"{list(size)}"
+            f"{np.array(size).tolist()}"
         )
     root = Path(path)
     files, classes, names = files_and_labels(root, "images", target is not None, labels)
