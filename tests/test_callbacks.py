@@ -180,7 +180,7 @@ def test_early_stopping_stops_where_scikit_learn_does() -> None:
         run, rates = driven(mine, [*scores, 1.0, 1.0])
         assert len(rates) == len(scores) < 300
         assert run.stopped == (
-            f"validation_loss has not improved in {patience} epoch{'s' * (patience > 1)}: the best was epoch "
+            f"validation loss has not improved in {patience} epoch{'s' * (patience > 1)}: the best was epoch "
             f"{scores.index(max(scores)) + 1}"
         )
 
@@ -194,7 +194,7 @@ def test_the_weights_of_the_best_epoch_come_back() -> None:
     assert len(records) == best + 4 < 30
     assert same(runner.parameters, seen.weights[best]) and not same(runner.parameters, seen.weights[-1])
     assert seen.run.restored == records[best]
-    assert seen.run.stopped == f"validation_loss has not improved in 3 epochs: the best was epoch {best + 1}"
+    assert seen.run.stopped == f"validation loss has not improved in 3 epochs: the best was epoch {best + 1}"
 
 
 def test_the_best_weights_come_back_after_the_last_epoch_but_not_after_an_error(tmp_path: Path) -> None:
@@ -642,7 +642,7 @@ def test_a_recipe_s_callbacks(here: Path, capsys: pytest.CaptureFixture[str]) ->
     lines = read_log("jsonl", here / "out/logs/mine.jsonl")
     best = min(lines, key=lambda line: line["validation_loss"])
     assert lines == read_log("jsonl", here / "out/metrics.jsonl") and len(lines) == best["epoch"] + 2 < 60
-    assert f"stopped   validation_loss has not improved in 2 epochs: the best was epoch {best['epoch']}\n" in said
+    assert f"stopped   validation loss has not improved in 2 epochs: the best was epoch {best['epoch']}\n" in said
     assert f"restored  the weights of epoch {best['epoch']}\n" in said
     assert f"held out  validation loss {best['validation_loss']:.4f}" in said
     assert len(read_log("csv", here / "out/mine.csv")) == len(lines)

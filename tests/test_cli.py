@@ -223,6 +223,20 @@ def test_a_comparison_shows_the_epoch_whose_weights_the_file_has(capsys: pytest.
 
 
 @pytest.mark.slow
+def test_a_run_without_epochs_is_resumed_without_a_second_record(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without held-out rows it has no number, which is not one that is not finite."""
+    for validation in ("0.5", "null"):
+        folder = f"folder=out/{validation}"
+        assert cli.main([*MINE, "fit.epochs=0", f"fit.validation={validation}", folder]) == 0
+        assert cli.main([f"resume=out/{validation}"]) == 0
+        assert len(lines(f"out/{validation}/metrics.jsonl")) == 1
+    capsys.readouterr()
+    assert cli.main(["compare", "folder=out"]) == 0
+    said = capsys.readouterr().out
+    assert "no epoch" in said and "not finite" not in said
+
+
+@pytest.mark.slow
 def test_a_full_disk_names_the_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

@@ -313,8 +313,8 @@ def test_an_image_that_expands_too_far_is_refused_before_it_is_decoded(tmp_path:
     assert len(data.images(str(tmp_path), size=size, channels=1, expansion=10**6)) == 2
 
 
-@pytest.mark.parametrize("size", [[10**6, 10**6], [2**27, 1]])
-def test_a_size_that_fills_the_memory_is_refused(folder: Path, size: list[int]) -> None:
+@pytest.mark.parametrize("size", [[10**6, 10**6], [2**27, 1], 10, "10", [10]])
+def test_a_size_of_too_many_or_no_two_numbers_is_refused(folder: Path, size: Any) -> None:
     with pytest.raises(GraphoptError, match=r"data\.size: expected a height and a width"):
         data.images(str(folder), size=size)
 

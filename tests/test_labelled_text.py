@@ -96,7 +96,7 @@ def test_tune_trains_all_weights_of_a_model_of_texts(
     assert cli.main([*words, "optimizer.learning_rate=0.03", "fit.epochs=6"]) == 0
     lines = capsys.readouterr().out
     assert "80 texts in 2 classes, bad " in lines
-    assert "2 new classes in place of 2" in lines
+    assert "2 new classes in place of LABEL_0, LABEL_1" in lines
     assert "accuracy 1.0000" in lines.splitlines()[-3]
     Path("new.csv").write_text("text\nlovely\nthe film was dull\n")
     new = ["data.path=new.csv", "data.target=null", "predictions=new_labels.csv"]

@@ -19,15 +19,19 @@ import pytest
 import skl2onnx
 import soundfile
 import torch
+from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import LeaveOneOut, cross_val_predict
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import graphopt
 from graphopt import cli, data
 from graphopt.cli.tuning.command import propose
 from graphopt.cli.tuning.images import share_right, tried
 from graphopt.cli.tuning.notes import PIXELS
+from graphopt.cli.tuning.proposal import quoted
 
 DIGITS = load_digits()
 NAMES = ("five", "six", "seven")
@@ -383,22 +387,79 @@ def test_a_table_of_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert max(record["accuracy"] for record in records) > 0.85
 
 
-@pytest.mark.parametrize("target", [[0, 1, 2], ["a", "b", "c"]], ids=["numbers", "names"])
-def test_a_classifier_of_scikit_learn_keeps_its_classes(
-    target: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("classes", "target", "head"),
+    [
+        ([0, 1, 2], [0, 1, 2], "3 classes, as in the file"),
+        ([4, 5, 7], [4, 5, 7], "3 classes, as in the file"),
+        (["a", "b", "c"], ["a", "b", "c"], "3 classes, as in the file"),
+        ([0, 1, 2], ["c", "a", "b"], "3 new classes in place of 0, 1, 2"),
+        (["c", "a", "b"], [0, 1, 2], "3 new classes in place of a, b, c"),
+    ],
+    ids=["numbers", "other-numbers", "names", "names-for-numbers", "numbers-for-names"],
+)
+def test_a_classifier_of_scikit_learn_keeps_the_classes_that_it_knows(
+    classes: list[object], target: list[object], head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its file declares no sizes of probabilities, in dictionaries, which training reads as an array."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(90, 2)).astype(np.float32).round(3)
     y = np.digitize(x.sum(axis=1), [-0.5, 0.5])
-    onx = skl2onnx.to_onnx(LogisticRegression().fit(x, y), x[:1])
+    onx = skl2onnx.to_onnx(LogisticRegression().fit(x, np.array(classes)[y]), x[:1])
     (tmp_path / "t.onnx").write_bytes(onx.SerializeToString())
     rows = [f"{a},{b},{target[c]}" for (a, b), c in zip(x, y, strict=True)]
     (tmp_path / "t.csv").write_text("\n".join(["a,b,target", *rows]))
-    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", f"folder={tmp_path / 'run'}", "fit.epochs=2")
-    assert said(capsys)["head"] == "3 classes, as in the file"
+    rate = [] if "new" not in head else ["optimizer.learning_rate=0.3"]
+    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", f"folder={tmp_path / 'run'}", "fit.epochs=4", *rate)
+    assert said(capsys)["head"] == head
     assert "from_logits: false" in (tmp_path / "run" / "config.yaml").read_text()
-    assert final_accuracy(tmp_path / "run") > 0.9
+    assert final_accuracy(tmp_path / "run") > 0.8
+    assert cli.main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv")]) == 0  # which has the target, too
+
+
+def test_whole_numbers_for_one_output_are_no_classes(tmp_path: Path) -> None:
+    """The output has a number for each row, [n]."""
+    x, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, dims)
+        for name, dims in (("x", ["n", 2]), ("y", ["n"]))
+    )
+    w = onnx.numpy_helper.from_array(np.ones((2,), np.float32), "w")
+    product = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = onnx.helper.make_graph([product], "g", [x], [y], [w])
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8),
+        tmp_path / "t.onnx",
+    )
+    (tmp_path / "t.csv").write_text("a,b,target\n1,2,3\n4,5,9\n2,2,4\n")
+    assert propose(tmp_path / "t.onnx", tmp_path / "t.csv", {}).fields["loss"] == "mean_squared_error"
+
+
+def test_the_inputs_of_a_pipeline_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """scikit-learn's file has an input for each column, of words or numbers."""
+    pandas = pytest.importorskip("pandas")
+    ages = np.arange(18, 78, dtype=np.float32)
+    frame = pandas.DataFrame({"age": ages, "city": ["Bern", "Basel", "Chur"] * 20})
+    frame["buys"] = np.where((ages > 40) & (frame.city != "Chur"), "yes", "no")
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    columns = ColumnTransformer([("age", StandardScaler(), ["age"]), ("city", OneHotEncoder(), ["city"])])
+    pipeline = make_pipeline(columns, LogisticRegression()).fit(frame[["age", "city"]], frame.buys)
+    file = skl2onnx.to_onnx(pipeline, frame[["age", "city"]][:1], options={"zipmap": False})
+    (tmp_path / "t.onnx").write_bytes(file.SerializeToString())
+    words = [f"folder={tmp_path / 'run'}", "fit.epochs=1", "data.target=buys"]
+    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", *words)
+    lines = said(capsys)
+    assert "data.features={age:[age],city:[city]}" in shlex.split(lines["recipe"])
+    assert lines["head"] == "2 classes, as in the file"
+    assert final_accuracy(tmp_path / "run") > 0.8
+
+
+def test_of_several_outputs_a_head_takes_the_one_that_it_fits(files: Path) -> None:
+    model = onnx.load(files / "open.onnx")
+    (features,) = (node.input[0] for node in model.graph.node if node.output[0] == model.graph.output[0].name)
+    model.graph.output.insert(0, onnx.helper.make_tensor_value_info(features, onnx.TensorProto.FLOAT, None))
+    onnx.save(model, files / "several.onnx")
+    fields = propose(files / "several.onnx", files / "pictures", {}, "unit").fields
+    assert fields["adapter.output"] == fields["loss.output"] == quoted(model.graph.output[1].name)
 
 
 @pytest.mark.parametrize(("mistaken", "expected"), [(12, "unit"), (8, "unit"), (0, "bytes")])
@@ -444,6 +505,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "one number": (["open.onnx", "pictures", "data.size=[16]"], "data.size: expected a height and a width"),
     "labels that do not exclude each other": (["many.onnx", "pictures"], "found a Sigmoid"),
     "two folders": (["fixed.onnx", "pictures", "flat"], "found"),
+    "texts": (["fixed.onnx", "lines.jsonl"], "expected a model that reads tokens"),
     "a table of few values": (
         ["sound.onnx", "few.csv"],
         "such as data.target=kind (2 different values), data.target=b",
@@ -478,6 +540,7 @@ def test_a_mistake_is_one_line(
     (tmp_path / "flat").mkdir()
     shutil.copy(next((files / "pictures" / "six").glob("*.png")), tmp_path / "flat")
     (tmp_path / "a.doc").write_bytes(b"")
+    (tmp_path / "lines.jsonl").write_text('{"text": "hi"}\n')
     Path("few.csv").write_text("a,b,kind\n1,2,no\n3,4,yes\n5,2,no\n7,4,yes\n")
     Path("many.csv").write_text("a,b,c\n1,2,3\n3,4,5\n5,6,7\n7,8,9\n")
     graphopt.save(graphopt.models.linear((400,), 2), "sound.onnx")

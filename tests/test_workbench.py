@@ -365,3 +365,8 @@ def test_values_are_equal_to_themselves_and_keys() -> None:
         assert {x: 1, y: 2}[y] == 2
         assert [x, y].index(y) == 1
     assert bool(x)
+
+
+def test_a_name_in_place_of_inputs_is_refused() -> None:
+    with pytest.raises(graphopt.GraphoptError, match="expected the arrays of its inputs, found 'Tanh'"):
+        try_gradient("", "Tanh")  # type: ignore[arg-type]

@@ -88,7 +88,8 @@ class _Run:
     def state(self) -> str:
         """Return why a run has no number, in words; nothing for a complete run."""
         if "value" in self.result:
-            return "not finite" if self.result["value"] is None else ""
+            is_without = self.result.get("epoch") == 0 and "validation_loss" not in self.final
+            return "no epoch" if is_without else "not finite" if self.result["value"] is None else ""
         if not self.records:
             return "failed" if self.is_of_sweep else "no epoch"
         return "unfinished" if self.is_of_sweep else ""
@@ -180,7 +181,10 @@ class _Comparison:
                 continue
             leader = min(self.runs, key=lambda run: run.key(name))
             if leader.key(name) < best.key(name):
-                numbers = [measure_text(name, run.final.get(name), PLACES) for run in (leader, best)]
+                numbers = [
+                    measure_text(name, run.final[name], PLACES) if name in run.final else "none"
+                    for run in (leader, best)
+                ]
                 yield (
                     f"by {label_of(name)}, run {leader.name} is the best: {numbers[0]}, where run {best.name} has "
                     f"{numbers[1]}"

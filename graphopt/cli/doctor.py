@@ -150,7 +150,7 @@ def _compiler() -> Iterator[_Line]:
 def _cache() -> Iterator[_Line]:
     folder = cache_folder().parent
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    yield _Line("cache", f"{folder}, {sum(sizes) / 1e6:.3g} MB in {counted(len(sizes), 'file')}, which may be deleted")
+    yield _Line("cache", f"{folder}, {sum(sizes) / 1e6:,.1f} MB in {counted(len(sizes), 'file')}, which may be deleted")
 
 
 def _folder() -> Iterator[_Line]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields, options_of
 from graphopt.cli.composition.recipe import check_format, nearest_file
@@ -13,6 +15,7 @@ from graphopt.cli.run_folder import CONFIG
 from graphopt.cli.tuning.proposal import quoted
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
+from graphopt.data.files import csv_columns
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.model_folders import is_model_folder, model_in
 
@@ -69,7 +72,8 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
 def with_folders(words: Sequence[str]) -> list[str]:
     """Return the words with fields for what stands after a verb of runs: `evaluate RUN`, and `predict RUN DATA`.
 
-    The folder of a run is one that is no model. Data to predict need no target, and no earlier rows beside them.
+    The folder of a run is one that is no model. Data to predict need no target, which a table may have, and
+    no earlier rows beside them.
     """
 
     def is_run(before: str, word: str) -> bool:
@@ -80,7 +84,8 @@ def with_folders(words: Sequence[str]) -> list[str]:
         data, fields = mapping(record and record.resolved.get("data")), [f"data.path={quoted(words[2])}"]
         if "replay" in data and (kind := reader_of(words[2])):
             data, fields = options_of("data")[kind], [f"data={kind}", *fields]
-        words = [*words[:2], *fields, *["data.target=null"] * ("target" in data), *words[3:]]
+        is_left_out = "target" in data and not _has_column(words[2], data)
+        words = [*words[:2], *fields, *["data.target=null"] * is_left_out, *words[3:]]
     runs = [word for word in words if "=" not in word and os.path.isdir(word)]
     if "compare" in words and len(runs) > 1:
         above = os.path.relpath(os.path.commonpath(list(map(os.path.abspath, runs))))
@@ -92,6 +97,15 @@ def with_folders(words: Sequence[str]) -> list[str]:
         f"folder={quoted(word)}" if is_run(before, word) else word
         for before, word in zip(["", *words], words, strict=False)
     ]
+
+
+def _has_column(path: str, data: Mapping[str, Any]) -> bool:
+    """Return whether a table of text has the column that a run predicts, which is no feature then."""
+    if reader_of(path) == "csv":
+        with suppress(GraphoptError):
+            options = {name: data[name] for name in ("delimiter", "header") if name in data}
+            return str(data["target"]) in csv_columns(path, target=data["target"], **options)[0]
+    return False
 
 
 def _is_path(word: str) -> bool:

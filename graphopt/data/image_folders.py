@@ -80,10 +80,10 @@ def images(
     pillow = imported(*_PILLOW)
     if channels not in _MODES:
         raise GraphoptError(f"data.channels: expected 1 or 3, found {channels}")
-    if size is not None and (len(size) != 2 or min(size) < 1 or math.prod(size) > MOST_PIXELS):
+    if size is not None and (np.shape(size) != (2,) or min(size) < 1 or math.prod(size) > MOST_PIXELS):
         raise GraphoptError(
             f"data.size: expected a height and a width, such as [224,224], of at most {MOST_PIXELS:,} pixels, found "
-            f"{list(size)}"
+            f"{np.array(size).tolist()}"
         )
     root = Path(path)
     files, classes, names = files_and_labels(root, "images", target is not None, labels)

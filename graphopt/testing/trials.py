@@ -571,7 +571,7 @@ def try_gradient(
     """
     names = {schema.name for schema in onnx.defs.get_all_schemas()}
     single = isinstance(operator, str) and operator in names
-    if single and (not isinstance(inputs, Sequence) or not inputs):
+    if isinstance(inputs, str) or (single and (not isinstance(inputs, Sequence) or not inputs)):
         raise GraphoptError(f"try_gradient({operator!r}): expected the arrays of its inputs, found {kind_of(inputs)}")
     if not single and (rule is not None or attributes):
         raise GraphoptError("try_gradient: expected `rules` beside a model, found a rule or attributes: write rules=")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     Raises:
         GraphoptError: the model predicts each label by itself, so that its outputs are no classes.
     """
-    output = first_output(model, proposed.said.get("adapter.output"))
+    output = first_output(proposed, model)
     size = dims_of(output)[-1] if output is not None and output.shape else None
     operator = propose_logits(proposed, output)
     if isinstance(size, int) and len(names) != size:
@@ -91,12 +92,14 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     elif is_grown:
         told = f"{len(classes)} classes, {len(names)} of the file and {len(classes) - len(names)} new"
     else:
-        told = f"{len(classes)} new classes in place of {size or 'those of the file'}"
+        known = some(names, 3) if len(names) == len(labels) else size or "those of the file"
+        told = f"{len(classes)} new classes in place of {known}"
     proposed.lines["head"] = told
     proposed.head(classes if is_kept or is_grown else None, grow=is_kept or is_grown)
+    name = None if output is None else name_of(output)
     return standard(
-        adapter=passes.Head(proposed.said.get("adapter.output"), len(classes), grow=is_kept or is_grown),
-        loss=passes.CrossEntropy(output=proposed.said.get("loss.output"), from_logits=operator != "Softmax"),
+        adapter=passes.Head(name, len(classes), grow=is_kept or is_grown),
+        loss=passes.CrossEntropy(output=name, from_logits=operator != "Softmax"),
         optimizer=passes.SGD(0.1),
     )
 
@@ -140,8 +143,19 @@ def features_of_rows(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
     return np.concatenate(found)
 
 
-def first_output(model: ir.Model, name: str | None) -> ir.Value | None:
-    """Return the floating-point output of a name, or the first one, of a model as it trains."""
+def first_output(proposed: Proposal, model: ir.Model) -> ir.Value | None:
+    """Return the floating-point output that is named, or of several the first that a head fits, which is proposed."""
     model = passes.Normalize()(model.clone()).model
-    outputs = [y for y in model.graph.outputs if is_floating(y) and name in (None, y.name)]
+    name = proposed.value("adapter.output") or proposed.value("loss.output")
+    outputs = [y for y in model.graph.outputs if is_floating(y) and name in (None, y.name, quoted(name_of(y)))]
+    if len(outputs) > 1:
+        outputs.sort(key=lambda y: not _fits(model, name_of(y)))
+        proposed.fields["loss.output"] = quoted(name_of(outputs[0]))
     return outputs[0] if outputs else None
+
+
+def _fits(model: ir.Model, output: str) -> bool:
+    with suppress(GraphoptError):
+        passes.Head(output, 2)(model.clone())
+        return True
+    return False

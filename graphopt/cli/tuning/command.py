@@ -23,9 +23,10 @@ from graphopt.cli.composition.expansion import read_config
 from graphopt.cli.composition.record import mapping, select
 from graphopt.cli.messages import say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT, final_record
-from graphopt.cli.tuning.classes import first_output, propose_logits
+from graphopt.cli.tuning.classes import first_output, head_of, propose_logits
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
+from graphopt.cli.tuning.notes import Notes
 from graphopt.cli.tuning.proposal import HEAD_RATE, VALIDATION_LOSS, Proposal, list_text, quoted
 from graphopt.cli.tuning.recordings import of_recordings
 from graphopt.cli.words import TUNE, names_model, reader_of
@@ -38,7 +39,7 @@ from graphopt.errors import GraphoptError, some
 from graphopt.files import json_of
 from graphopt.graph.loading import load
 from graphopt.graph.model_folders import model_in
-from graphopt.graph.values import dims_of, name_of
+from graphopt.graph.values import dims_of, is_floating, name_of
 from graphopt.graph.weight_kinds import EMBEDDING
 from graphopt.inspection.words import label_of, measure_text
 from graphopt.training.callbacks.logs import read_json_lines
@@ -120,9 +121,9 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
     elif kind in _TABLES and reads_texts(model, loaded, said):
         of_labelled_text(proposed, model, loaded, data, _columns_in(proposed, data))
     elif kind == "text":
-        _of_text(proposed, data)
+        _of_text(proposed, loaded, data)
     else:
-        _of_table(proposed, loaded, data)
+        _of_table(proposed, model, loaded, data)
     return proposed
 
 
@@ -141,33 +142,46 @@ def _columns_in(proposed: Proposal, data: Path) -> Mapping[str, np.ndarray]:
     return {name: cells(name, column) for name, column in table.items()}
 
 
-def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
-    """Propose the loss of a table's target, and a head if it has other classes than the model."""
+def _of_table(proposed: Proposal, file: Path, model: ir.Model, data: Path) -> None:
+    """Propose the loss of a table's target, the columns of inputs, and a head if the model has other classes."""
     said, kind = proposed.said, proposed.fields["data"]
     target = proposed.arguments("data", ("target",)).get("target", TARGET)
-    options = proposed.arguments("data", ("columns", "delimiter"))
-    is_archive = kind in ("npy", "npz")
-    read = getattr(readers, kind)
-    if not is_archive and "data.target" not in said:
-        _check_target(data, _columns_in(proposed, data))
-    rows = read(str(data), **({} if is_archive else {"target": target, **options}))
+    options = proposed.arguments("data", ("columns", "delimiter", "features", "labels"))
+    if kind not in ("npy", "npz"):
+        table = _columns_in(proposed, data)
+        if "data.target" not in said:
+            _check_target(data, table)
+        inputs = [name_of(x) for x in model.graph.inputs if not x.is_initializer()]
+        if len(inputs) > 1 and {*inputs} <= {*table} and not {"columns", "features"} & {*options}:
+            options["features"] = {name: [name] for name in inputs}
+            texts = ",".join(f"{quoted(name)}:[{quoted(name)}]" for name in inputs)
+            proposed.fields["data.features"] = f"{{{texts}}}"
+        options["target"] = target
+    rows = getattr(readers, kind)(str(data), **options)
     if TARGET not in rows.arrays:
         raise GraphoptError(f"{TUNE}: {data}: expected an array {TARGET!r}, found {', '.join(rows.arrays)}")
-    targets, output = rows.arrays[TARGET][:], first_output(model, said.get("adapter.output"))
-    width = dims_of(output)[-1] if output is not None and output.shape else None
+    targets, output = rows.arrays[TARGET][:], first_output(proposed, model)
+    dims = None if output is None or output.shape is None else dims_of(output)
+    width = None if dims is None else dims[-1] if len(dims) > 1 else 1
     is_whole = targets.ndim == 1 and bool(np.all(targets == np.round(targets)))
     is_classes = rows.labels is not None or (is_whole and width not in (1, None))
     proposed.fields["loss"] = "cross_entropy" if is_classes else "mean_squared_error"
     proposed.lines["data"] = f"{data}: {len(rows)} rows, target {target!r}"
     if is_classes:
-        propose_logits(proposed, output)
-        classes = len(rows.labels) if rows.labels else int(targets.max()) + 1
-        proposed.lines["head"] = (
-            f"{classes} classes, as in the file" if classes == width else f"{classes} new classes in place of {width}"
-        )
-        if classes != width and output is not None:
-            proposed.head(None)
-            proposed.fields |= {f"{part}.output": quoted(name_of(output)) for part in ("adapter", "loss")}
+        labels, names = list(rows.labels or map(str, range(int(targets.max()) + 1))), Notes.of(file, model).labels or []
+        found = rows.labels or map(str, np.unique(targets).astype(int))
+        if "data.labels" not in said and {*found} <= {*names} and width in (None, len(names)):
+            propose_logits(proposed, output)
+            proposed.lines["head"] = f"{len(names)} classes, as in the file"
+            if labels != names:
+                proposed.fields["data.labels"] = list_text(names)
+        elif len(labels) == width and ("data.labels" in said or not names):
+            propose_logits(proposed, output)
+            proposed.lines["head"] = (
+                f"{width} classes by number, {some(labels, 10)}: data.labels=[...] names another order"
+            )
+        else:
+            head_of(proposed, model, labels, names)
     proposed.wait(epochs=100, patience=10)
 
 
@@ -186,8 +200,12 @@ def _check_target(file: Path, table: Mapping[str, np.ndarray]) -> None:
     )
 
 
-def _of_text(proposed: Proposal, data: Path) -> None:
+def _of_text(proposed: Proposal, model: ir.Model, data: Path) -> None:
     """Propose a LoRA of a language model; of prompts and chats, the answers count."""
+    if all(is_floating(x) for x in model.graph.inputs if not x.is_initializer()):
+        raise GraphoptError(
+            f"{TUNE}: {data}: expected a model that reads tokens, found one of other inputs: give its data"
+        )
     with data.open("rb") as lines:
         first = {} if data.suffix == ".txt" else json_of(lines.readline(MOST_LINE), str(data))
     is_answered = isinstance(first, dict) and bool({"prompt", "messages"} & first.keys())

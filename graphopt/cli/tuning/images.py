@@ -33,6 +33,7 @@ from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
+from graphopt.inspection.words import counted
 from graphopt.runtime.executor import run
 
 OPEN_SIZE = (224, 224)  # pixels, if neither the file nor its notes say any
@@ -92,7 +93,7 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
         warnings.simplefilter("ignore")  # the run repeats them
         found = images(str(root), size=form.size, channels=form.channels, layout=form.layout, scale=is_scaled)
     proposed.lines["model"] = (
-        f"{file}: {x.name!r} takes {height} x {width} pixels of {form.channels} channels, {form.layout}"
+        f"{file}: {x.name!r} takes {height} x {width} pixels of {counted(form.channels, 'channel')}, {form.layout}"
         f"{of_batch(proposed, rows)}"
     )
     labels = describe(proposed, root, found, "images")
@@ -191,9 +192,10 @@ def _pixels(
         word, why = tried(features, rows.arrays[TARGET][drawn])
         moments = PIXELS[word]
     mean, scale = moments
-    formula = f"(x - {_shown(mean)}) / {_shown(scale)} of x from 0 to 1"
+    is_unit = moments == PIXELS["unit"]
+    formula = "x from 0 to 1" if is_unit else f"(x - {_shown(mean)}) / {_shown(scale)} of x from 0 to 1"
     proposed.lines["pixels"] = f"{word and word + ': '}{formula}, {why}"
-    if moments != PIXELS["unit"]:
+    if not is_unit:
         proposed.fields |= {
             "standardize": "inputs",
             "standardize.mean": _shown(mean),

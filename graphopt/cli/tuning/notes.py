@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphopt.files import json_of, read_file
 from graphopt.graph.metadata import PIXEL_RANGE, labels_in
+from graphopt.graph.values import constant_of
 
 # (x - mean) / scale for pixels x from 0 to 1, by the name of what results.
 Moments = tuple[list[float], list[float]]
@@ -48,14 +49,16 @@ class Notes:
     def of(cls, file: Path, model: ir.Model) -> Notes:
         """Return the notes of a model: its own first, then those in its folder, and above a folder `onnx`.
 
-        Read are the metadata `Image.NominalPixelRange` and `labels`, `preprocessor_config.json` of transformers, and
-        `config.json` of timm and transformers.
+        Read are the metadata `Image.NominalPixelRange` and `labels`, the classes of scikit-learn's operators,
+        `preprocessor_config.json` of transformers, and `config.json` of timm and transformers.
 
         Raises:
             GraphoptError: a file beside the model is too large, or no JSON.
         """
         moments = _RANGES.get(PIXEL_RANGE.read(model) or "")
-        found = [cls(None if moments is None else (moments, str(file)), labels=labels_in(model))]
+        found = [
+            cls(None if moments is None else (moments, str(file)), labels=labels_in(model) or _of_classifier(model))
+        ]
         folder = file.absolute().parent
         for above_or_beside in (folder, folder.parent) if folder.name == "onnx" else (folder,):
             for name, read in _READERS.items():
@@ -68,6 +71,20 @@ class Notes:
             next((note.size for note in found if note.size), None),
             next((note.labels for note in found if note.labels), None),
         )
+
+
+def _of_classifier(model: ir.Model) -> list[str] | None:
+    """Return the classes that the operators of scikit-learn's classifiers have as attributes or as a constant."""
+    for node in model.graph:
+        labels: Iterable[object] = ()
+        for name in ("classlabels_strings", "classlabels_ints", "classlabels_int64s"):
+            if name in node.attributes:
+                labels = labels or node.attributes[name].value
+        if node.op_type == "ArrayFeatureExtractor" and (array := constant_of(node.inputs[0])) is not None:
+            labels = array.reshape(-1).tolist()
+        if texts := [x.decode() if isinstance(x, bytes) else str(x) for x in labels]:
+            return texts
+    return None
 
 
 def _of_image_processor(source: str, said: Mapping[str, object]) -> Notes:

@@ -67,6 +67,8 @@ class Proposal:
             "optimizer.learning_rate": HEAD_RATE,
         }
         self.cache()
+        if (output := self.value("loss.output")) is not None:
+            self.fields["adapter.output"] = output
         if grow:
             self.fields["adapter.grow"] = "true"
         if labels is not None:

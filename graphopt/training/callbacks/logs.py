@@ -127,8 +127,8 @@ class FileLog(Log):
 def _is_done(record: Record, run: Run) -> bool:
     """Return whether a resumed run has the epoch or the step of a record behind it."""
     with contextlib.suppress(KeyError, TypeError, ValueError):  # the line of another program
-        if record.get("seconds"):
-            return int(record["epoch"]) <= len(run.records)
+        if "seconds" in record:  # that of no epochs comes again, if there are none
+            return (0 if run.epochs else 1) <= int(record["epoch"]) <= len(run.records)
         return int(record["step"]) <= run.step
     return False
 

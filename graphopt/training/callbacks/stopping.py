@@ -18,7 +18,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.fields import check_options
 from graphopt.files import ReadPath
 from graphopt.graph import state
-from graphopt.inspection.words import counted
+from graphopt.inspection.words import counted, label_of
 from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.logs import read_json_lines
@@ -137,7 +137,7 @@ class EarlyStopping(Monitor):
 
     def stalled(self, run: Run) -> None:
         best = "" if self.record is None else f": the best was epoch {self.record['epoch']}"
-        run.stop(f"{self.monitor} has not improved in {counted(self.waited, 'epoch')}{best}")
+        run.stop(f"{label_of(self.monitor)} has not improved in {counted(self.waited, 'epoch')}{best}")
 
     def on_fit_end(self, run: Run) -> None:
         if self._weights and run.has_ended:
