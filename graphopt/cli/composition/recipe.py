@@ -17,8 +17,8 @@ from typing import Any
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
-from graphopt.cli.composition.expansion import Fields, plain_of
-from graphopt.cli.composition.hydra_config import CommandLine, flattened
+from graphopt.cli.composition.expansion import Fields, flattened, plain_of
+from graphopt.cli.composition.hydra_config import CommandLine
 from graphopt.cli.composition.record import write_record
 from graphopt.cli.composition.validation import (
     MISSING,
