@@ -70,7 +70,7 @@ class StrangersFolder(ConfigSource):
             content = file.read_bytes()
         check_text(str(file), content)
         text = io.StringIO(content.decode())
-        text.name = str(file)  # type: ignore[attr-defined]  # which errors of YAML name
+        text.name = str(file)  # which errors of YAML name
         config = OmegaConf.load(text)
         check_plain(plain_of(config), config_path)
         return _Counted(self, config_path, config, self._get_header_dict(text.getvalue()))
