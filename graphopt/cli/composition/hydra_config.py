@@ -420,7 +420,7 @@ class RecipeLoader(ConfigLoader):
         chosen = {
             group: option for default in base["defaults"] if default != "_self_" for group, option in default.items()
         }
-        recorded = [group for group in chosen if group in own or group in self._kept]
+        recorded = [group for group in chosen if group in own or group == "experiment"]  # which has set fields before
         chosen |= {group: name for group in recorded if re.fullmatch(r"[\w-]+", name := self._kept.get(group, ""))}
         parts = {f"{group}/{chosen[group]}": mapping(own.get(group)) for group in recorded}
         defaults = [x if x == "_self_" else {group: chosen[group] for group in x} for x in base["defaults"]]
