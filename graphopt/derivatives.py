@@ -12,9 +12,10 @@ import onnx_ir as ir
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
+from graphopt.graph.encoders import Encoders
 from graphopt.graph.inference import as_it_came, has_tensors
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import Detached, Encoders
+from graphopt.graph.postprocessing import Detached
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.storage import is_large, path_of_file, save
 from graphopt.graph.values import name_of

@@ -18,7 +18,6 @@ from graphopt.graph.metadata import (
     OF_BATCH,
     STOP_GRADIENT,
     InferenceForm,
-    Observer,
 )
 from graphopt.graph.origins import CumulativeAverage
 from graphopt.graph.randomness import uniform
@@ -29,7 +28,7 @@ from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_number, constant_of, given, like, name_of, swap, wide_type
 from graphopt.intervals import within
 from passes.gradients.rules.reduction import channels
-from passes.quantization.observers import observe
+from passes.quantization.observers import Observer, observe
 from passes.weights import initializers
 from passes.weights.masters import promote_with_master
 

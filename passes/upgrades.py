@@ -16,11 +16,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.listing import operator_of
 from graphopt.graph.operators import schema_of
 from graphopt.graph.opsets import OPSET
 from graphopt.graph.traversal import all_nodes, sort, subgraphs
-from graphopt.graph.values import constant_of, given, rank, swap
+from graphopt.graph.values import constant_of, given, operator_of, rank, swap
 from passes.lowering.registry import freeze
 
 # A change edits a node in place, or returns what replaces its first output.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from pathlib import Path
 
@@ -92,14 +93,22 @@ NETWORKS = {
 }
 
 
+@functools.cache
+def network(name: str, dynamo: bool) -> tuple[nn.Module, tuple[int, ...], onnx.ModelProto, torch.Tensor]:
+    """Return a network, the shape of its rows, its file, and the state of PyTorch's generator afterwards."""
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    module = make().eval()
+    return module, shape, exported(module, torch.randn(3, *shape), dynamo), torch.get_rng_state()
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dynamo", [True, False], ids=["exporter", "torchscript"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_jacobian_is_that_of_pytorch(name: str, dynamo: bool, rows: int) -> None:
-    torch.manual_seed(0)
-    make, shape = NETWORKS[name]
-    module = make().eval()
-    graph = graphopt.jacobian(exported(module, torch.randn(3, *shape), dynamo), "x", rows=rows, keep=False)
+    module, shape, file, random = network(name, dynamo)
+    torch.set_rng_state(random)
+    graph = graphopt.jacobian(file, "x", rows=rows, keep=False)
     for batch in (1, 4):
         x = torch.randn(batch, *shape)
         expected = [torch.autograd.functional.jacobian(lambda row: module(row[None])[0], row) for row in x]

@@ -9,8 +9,6 @@ from pathlib import Path
 import onnxruntime
 import pytest
 from builders import linear
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
 from onnxscript import TapeBuilder
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter import RewriteRule
@@ -26,13 +24,6 @@ ROOT = Path(__file__).parents[1]
 OF_ONNXSCRIPT = [
     *("_add_initializer", "_add_node", "_cast_inputs", "_constant_propagation", "_get_schema"),
     *("_infer_shapes", "_partition_inputs_attributes", "_promote_constant"),
-]
-OF_HYDRA = [
-    (ConfigLoaderImpl, "load_configuration"),
-    (ConfigLoaderImpl, "get_search_path"),
-    (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
-    (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
-    (CachingConfigRepository, "load_config"),
 ]
 
 
@@ -73,12 +64,6 @@ def test_onnxruntime_has_the_session_within_a_session_that_steps_call() -> None:
     assert hasattr(session.io_binding(), "_iobinding"), version
 
 
-@pytest.mark.parametrize(("owner", "name"), OF_HYDRA)
-def test_hydra_has_the_methods_that_recipes_are_composed_by(owner: type, name: str) -> None:
-    version = f"hydra-core {metadata.version('hydra-core')}: {owner.__name__}.{name}"
-    assert hasattr(owner, name), f"{version}, of graphopt/cli/composition/hydra_config.py, is gone"
-
-
 def test_ray_has_the_trainer_that_workers_are_started_by() -> None:
     pytest.importorskip("ray.train", reason="needs the extra `ray`")
     taken = {"train_loop_config", "scaling_config", "run_config"}
@@ -111,7 +96,7 @@ def test_private_names_stay_in_their_files() -> None:
     of_ray = {path.name for path in sources if "ray.train.v2" in path.read_text()}
     of_torch = {path.name for path in sources if "torch._C" in path.read_text()}
     found = internal, overriding, folding, of_ray, of_torch
-    assert found == ({"hydra_config.py"}, {"emitter.py"}, {"folding.py"}, {"ray.py"}, {"tracing.py"})
+    assert found == (set(), {"emitter.py"}, {"folding.py"}, {"ray.py"}, {"tracing.py"})
 
 
 def test_their_next_minor_versions_are_not_taken_unseen() -> None:

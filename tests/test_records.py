@@ -13,8 +13,12 @@ import onnx
 import pytest
 import yaml
 from builders import mlp
+from hydra.types import RunMode
 
 from graphopt import cli
+from graphopt.cli.composition.expansion import plain_of
+from graphopt.cli.composition.hydra_config import CommandLine, composing
+from graphopt.cli.composition.record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -315,3 +319,26 @@ def test_a_sweep_has_one_folder(field: str, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["-m", "evaluate", f"{field}=a,b"]) == 1
     assert f"{field}=a,b: expected one folder, found several: run the command" in capsys.readouterr().err
     assert not Path("a").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "optimizer", "epochs"),
+    [
+        ([], {"_target_": "passes.SGD", "learning_rate": 0.5}, 3),
+        (["optimizer=sgd"], {"_target_": "passes.SGD", "learning_rate": 0.5}, 3),
+        (["experiment=mine", "fit.epochs=5"], {"_target_": "passes.SGD", "learning_rate": 0.5}, 5),
+        (["optimizer=adamw"], {"_target_": "passes.AdamW"}, 3),
+    ],
+)
+def test_fields_of_a_run_replace_ours_and_what_it_lacks_is_ours(
+    line: list[str], optimizer: dict[str, Any], epochs: int
+) -> None:
+    fields = {"optimizer": {"_target_": "passes.SGD", "learning_rate": 0.5}, "adapter": None, "fit": {"epochs": 3}}
+    choices = {"optimizer": "sgd", "adapter": "none", "experiment": "mine", "loss": "../no name"}
+    record = RunRecord(Path("run"), {**fields, "defaults": ["/no_recipe"]}, {}, choices, is_own=True)
+    with composing(CommandLine(tuple(line), arguments=tuple(line), record=record)) as hydra:
+        found = plain_of(hydra.config_loader.load_configuration("graphopt", line, RunMode.RUN))
+    assert {name: found["optimizer"][name] for name in optimizer} == optimizer
+    assert ("beta1" in found["optimizer"]) == (line == ["optimizer=adamw"])
+    assert found["fit"] == {"epochs": epochs} and found["adapter"] is None
+    assert found["loss"]["_target_"] == "passes.CrossEntropy" and "defaults" not in found

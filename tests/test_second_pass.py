@@ -236,7 +236,7 @@ def test_blocks_of_tokens_are_computed_at_the_second_place_too() -> None:
     tokens = rng.integers(0, 50, (4, 8))
     found = []
     for blocks in (None, 2):
-        network = graphopt.models.transformer((8,), 50, vocabulary=50, causal=True)
+        network = graphopt.models.transformer((8,), 50, vocabulary=50, width=16, heads=2, layers=1, causal=True)
         loss = passes.CausalLanguageModel(blocks=blocks)
         steps = {"loss": loss, "gradient": passes.SharpnessAware(0.5), "optimizer": passes.SGD(0.5)}
         executor = graphopt.Executor(graphopt.compile(network, **steps), verify=False)

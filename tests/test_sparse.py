@@ -56,9 +56,8 @@ def test_a_classifier_trains_as_on_dense_rows(kind: Any, few_rows: None) -> None
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_partial_fit_and_regressions(dtype: str, few_rows: None) -> None:
     x = (16 * X).astype(dtype)
-    regressors = [
-        graphopt.OnnxRegressor(batch_size=32, random_state=0, solver="sgd", learning_rate_init=1e-5) for _ in "ab"
-    ]
+    options: dict[str, Any] = {"batch_size": 32, "random_state": 0, "solver": "sgd", "learning_rate_init": 1e-5}
+    regressors = [graphopt.OnnxRegressor(max_iter=5, **options) for _ in "ab"]
     for given, regressor in zip((scipy.sparse.csc_matrix(x), x), regressors, strict=True):
         regressor.fit(given, Y).partial_fit(given, Y, sample_weight=np.linspace(0, 1, len(Y)))
     np.testing.assert_array_equal(regressors[0].loss_curve_, regressors[1].loss_curve_)

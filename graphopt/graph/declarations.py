@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from graphopt.graph import shapes
 from graphopt.graph.limits import are_surely_small, are_vectors_short
 from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
-from graphopt.graph.metadata import Misdeclared
+from graphopt.graph.metadata import Note, expect
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import subgraphs
@@ -29,6 +30,17 @@ Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
 
 _ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
+
+
+@dataclass(frozen=True)
+class Misdeclared(Note, key="graphopt.misdeclared", expected="a number of values and an example"):
+    """Record how many values have wrong shapes in the file, and one of them with both shapes."""
+
+    count: int = 0
+    example: str = ""
+
+    def check(self) -> None:
+        expect(0 <= self.count < 2**31, len(self.example) < 2000)
 
 
 def forget(model: ir.Model) -> bool:

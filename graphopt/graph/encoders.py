@@ -6,22 +6,39 @@ The executor runs these nodes before each step, and the trained model has them a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.listing import operator_of
 from graphopt.graph.message_inference import INFERENCE_ERRORS
-from graphopt.graph.metadata import Encoders
+from graphopt.graph.metadata import Note
 from graphopt.graph.postprocessing import add_opsets, detach_outputs
 from graphopt.graph.storage import replace_nodes
 from graphopt.graph.traversal import extracted_between, values_in, values_read
 from graphopt.graph.typed_messages import infer_types
-from graphopt.graph.values import is_read, like, name_of
+from graphopt.graph.values import is_read, like, name_of, operator_of
 
 _PREFIX = "graphopt/encoders/"  # of values inside, whose names the trained model may have, too
+
+
+@dataclass(frozen=True)
+class Encoders(Note, key="graphopt.encoders", expected="names of inputs and the part that encodes strings"):
+    """Record the inputs of a file that takes strings, and the part that computes numbers of these.
+
+    Args:
+        inputs: the names of all inputs of the file.
+        part: a serialized model, whose outputs are inputs of the training graph.
+    """
+
+    inputs: tuple[str, ...]
+    part: bytes
+
+    def model(self) -> onnx.ModelProto:
+        """Return the part."""
+        return onnx.ModelProto.FromString(self.part)
 
 
 def string_inputs(model: ir.Model) -> list[ir.Value]:

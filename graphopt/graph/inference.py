@@ -13,13 +13,13 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
-from graphopt.graph.encoders import restore_encoders
+from graphopt.graph.encoders import Encoders, restore_encoders
 from graphopt.graph.merging import merged_weights
-from graphopt.graph.metadata import Detached, Encoders, InferenceForm
+from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import Attributes, attributes_of
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts
-from graphopt.graph.postprocessing import restore, restore_notes, store
+from graphopt.graph.postprocessing import Detached, restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect, remove_unused_nodes
 from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of, with_role
 from graphopt.graph.state import averages_read

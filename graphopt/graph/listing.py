@@ -12,7 +12,7 @@ from graphopt.arguments import checked
 from graphopt.graph.loading import Source, load
 from graphopt.graph.operators import defaults
 from graphopt.graph.roles import role_of
-from graphopt.graph.values import name_of
+from graphopt.graph.values import name_of, operator_of
 
 
 @checked()
@@ -71,11 +71,6 @@ def _lines(graph: ir.Graph, names: _Names) -> Iterator[str]:
     for value in graph.outputs:
         kind = "" if (role := role_of(value)) is None else f" {role.value}"
         yield f"output{kind} {_typed(value, names)}"
-
-
-def operator_of(node: ir.Node) -> str:
-    """Return the name of a node's operator, with its domain unless it is ONNX's own."""
-    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 
 def shown_attributes(node: ir.Node, versions: Mapping[str, int]) -> list[tuple[str, str]]:

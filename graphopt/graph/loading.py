@@ -22,6 +22,7 @@ from graphopt.graph.mapped import like_tensor
 from graphopt.graph.metadata import ADDS_ONE
 from graphopt.graph.model_folders import Architecture, configs_in_words, model_in, place_of
 from graphopt.graph.not_a_model import not_a_model
+from graphopt.graph.noted import check_detached, check_metadata
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import detach_outputs
@@ -103,7 +104,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     set_limits(model, limits)
     check_size(model)
     checking.check_domains(model)
-    checking.check_metadata(model)
+    check_metadata(model)
     return shown(model)
 
 
@@ -284,7 +285,7 @@ def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.M
     del untyped.graph.value_info[:]
     untyped.graph.value_info.extend(typed)
     model = ir.from_proto(untyped)
-    checking.check_detached(model)
+    check_detached(model)
     values = [y for y in model.graph.outputs if y.name in outputs]
     detach_outputs(model, values, _is_tensor, types=outputs)
     return model

@@ -297,18 +297,6 @@ class InferenceForm(
 
 
 @dataclass(frozen=True)
-class Detached(Note, key="graphopt.aside", expected="outputs and the parts that compute them"):
-    """Record the names of a model's original outputs, and the detached parts that compute some of them."""
-
-    outputs: tuple[str, ...]
-    parts: tuple[bytes, ...]  # serialized models
-
-    def models(self) -> list[onnx.ModelProto]:
-        """Return the parts in the order in which they were detached."""
-        return [onnx.ModelProto.FromString(part) for part in self.parts]
-
-
-@dataclass(frozen=True)
 class Derived(Note, key="graphopt.derived", expected="the name of an output, and what is computed from it"):
     """Record that an output says how sure another one is.
 
@@ -325,23 +313,6 @@ class Derived(Note, key="graphopt.derived", expected="the name of an output, and
         """Return what is computed from an output, by its kind."""
         notes = [(cls.read(x), x) for x in model.graph.outputs]
         return {note.kind: x for note, x in notes if note is not None and note.of == output}
-
-
-@dataclass(frozen=True)
-class Encoders(Note, key="graphopt.encoders", expected="names of inputs and the part that encodes strings"):
-    """Record the inputs of a file that takes strings, and the part that computes numbers of these.
-
-    Args:
-        inputs: the names of all inputs of the file.
-        part: a serialized model, whose outputs are inputs of the training graph.
-    """
-
-    inputs: tuple[str, ...]
-    part: bytes
-
-    def model(self) -> onnx.ModelProto:
-        """Return the part."""
-        return onnx.ModelProto.FromString(self.part)
 
 
 @dataclass(frozen=True)
@@ -388,24 +359,6 @@ class Pruning(Note, key="graphopt.pruning", expected="a number of updates and a 
         expect(0 <= self.end < 2**53, 0 <= self.sparsity <= 1)
 
 
-@dataclass(frozen=True)
-class Observer(Note, key="graphopt.observer", expected="how the range of an activation follows training"):
-    """Mark a QuantizeLinear whose range training moves; see `passes.FakeQuantize`.
-
-    Args:
-        kind: `ema` or `lsq`.
-        momentum: the share that a moving average keeps of itself in a step.
-        freeze_after: the number of steps after which it stays.
-    """
-
-    kind: str
-    momentum: float = 0.0
-    freeze_after: int | None = None
-
-    def check(self) -> None:
-        expect(self.kind in ("ema", "lsq"), 0 <= self.momentum < 1, (self.freeze_after or 0) >= 0)
-
-
 # Notes of a model from which nothing is computed: what a folder or a page says about it
 _DESCRIBING = (ARCHITECTURE, LABELS.key, PIXEL_RANGE.key)
 
@@ -421,17 +374,6 @@ def forget_description_of(proto: onnx.ModelProto) -> None:
     for i in reversed(range(len(proto.metadata_props))):
         if proto.metadata_props[i].key in _DESCRIBING:
             del proto.metadata_props[i]
-
-
-@dataclass(frozen=True)
-class Misdeclared(Note, key="graphopt.misdeclared", expected="a number of values and an example"):
-    """Record how many values have wrong shapes in the file, and one of them with both shapes."""
-
-    count: int = 0
-    example: str = ""
-
-    def check(self) -> None:
-        expect(0 <= self.count < 2**31, len(self.example) < 2000)
 
 
 def labels_in(model: ir.Model) -> list[str] | None:

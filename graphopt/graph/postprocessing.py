@@ -25,7 +25,6 @@ from graphopt.graph.metadata import (
     STORED,
     STORED_AS,
     STORED_TYPE,
-    Detached,
     Note,
     expect,
     malformed,
@@ -39,6 +38,18 @@ from graphopt.graph.values import constant_of, is_floating, name_of, tensor_byte
 MOST_UNREAD = 2**20  # bytes
 MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
 DEQUANTIZE = "DequantizeLinear"
+
+
+@dataclass(frozen=True)
+class Detached(Note, key="graphopt.aside", expected="outputs and the parts that compute them"):
+    """Record the names of a model's original outputs, and the detached parts that compute some of them."""
+
+    outputs: tuple[str, ...]
+    parts: tuple[bytes, ...]  # serialized models
+
+    def models(self) -> list[onnx.ModelProto]:
+        """Return the parts in the order in which they were detached."""
+        return [onnx.ModelProto.FromString(part) for part in self.parts]
 
 
 @dataclass(frozen=True)

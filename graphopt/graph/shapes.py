@@ -17,7 +17,6 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
 from graphopt.graph.limits import are_vectors_short, check_constants
-from graphopt.graph.listing import operator_of
 from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
 from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, SEQUENCE_READERS, schema_of
@@ -25,7 +24,7 @@ from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
 from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs, values_in
 from graphopt.graph.typed_messages import infer_types, message_for_inference, take_types
-from graphopt.graph.values import constant_of, is_static, size_name, size_names
+from graphopt.graph.values import constant_of, is_static, operator_of, size_name, size_names
 
 
 def ensure_typed(model: ir.Model) -> None:

@@ -31,6 +31,11 @@ def name_of(x: Named) -> str:
     return x if isinstance(x, str) else str(x.name)
 
 
+def operator_of(node: ir.Node) -> str:
+    """Return the name of a node's operator, with its domain unless it is ONNX's own."""
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+
 def node_label(node: ir.Node) -> str:
     """Return the operator and the name of a node, or the name of its first output, for errors."""
     return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"

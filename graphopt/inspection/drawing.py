@@ -9,12 +9,12 @@ from enum import Enum
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.listing import inline, number_text, operator_of, shown_attributes, type_text
+from graphopt.graph.listing import inline, number_text, shown_attributes, type_text
 from graphopt.graph.operators import input_name
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.state import owners
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import name_of, state_of
+from graphopt.graph.values import name_of, operator_of, state_of
 
 _MOST = 4  # numbers: larger tensors are abbreviated
 _FEW = 3  # numbers shown of an abbreviated tensor

@@ -15,17 +15,18 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient, some
-from graphopt.graph.listing import listing, operator_of, size, type_text
+from graphopt.graph.declarations import Misdeclared
+from graphopt.graph.listing import listing, size, type_text
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import estimate
 from graphopt.graph.merging import Adapted, adapted
-from graphopt.graph.metadata import EXPORTED_GRAPH, FAKE, RUNTIME, Misdeclared
+from graphopt.graph.metadata import EXPORTED_GRAPH, FAKE, RUNTIME
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.origins import EXPORT_ANEW, Exported, Kind, LeftOut, Origin
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.traversal import nodes_of
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import is_floating, name_of, operator_of
 from graphopt.inspection.plot import plot
 from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of
-from graphopt.graph.metadata import Encoders
+from graphopt.graph.encoders import Encoders
 from graphopt.graph.roles import FED, Role, set_role, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device

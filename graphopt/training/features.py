@@ -16,7 +16,7 @@ from graphopt.data.dataset import LazyArray
 from graphopt.data.foreign import as_dataset
 from graphopt.data.loader import Batches
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import Encoders
+from graphopt.graph.encoders import Encoders
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.state import put_initial
 from graphopt.graph.values import dtype_of, name_of

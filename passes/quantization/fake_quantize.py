@@ -21,7 +21,6 @@ from graphopt.graph.metadata import (
     STORED,
     STORED_AS,
     InferenceForm,
-    Observer,
 )
 from graphopt.graph.operators import RECURRENT, SHAPE_READERS
 from graphopt.graph.rewriting import Pass, Pattern, Read
@@ -32,6 +31,7 @@ from passes.parameters import origin_in_file
 from passes.quantization import placement
 from passes.quantization.calibration import ranges_of
 from passes.quantization.fold import FoldBatchNormalization, drop_last, pool_means, write_apart
+from passes.quantization.observers import Observer
 from passes.quantization.placement import Product
 from passes.quantization.quantize_weights import chosen_weights
 from passes.weights.initializers import free_name, register

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import RANGE, STOP_GRADIENT, STORED_AS, InferenceForm, Observer
+from graphopt.graph.metadata import RANGE, STOP_GRADIENT, STORED_AS, InferenceForm, Note, expect
 from graphopt.graph.roles import Role
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dims_of, given, name_of, producer_of
 
 LEVELS = 255
 _Ends = dict[str, tuple[ir.Node, ir.Value]]  # low and high, each with the node that reads it
+
+
+@dataclass(frozen=True)
+class Observer(Note, key="graphopt.observer", expected="how the range of an activation follows training"):
+    """Mark a QuantizeLinear whose range training moves; see `passes.FakeQuantize`.
+
+    Args:
+        kind: `ema` or `lsq`.
+        momentum: the share that a moving average keeps of itself in a step.
+        freeze_after: the number of steps after which it stays.
+    """
+
+    kind: str
+    momentum: float = 0.0
+    freeze_after: int | None = None
+
+    def check(self) -> None:
+        expect(self.kind in ("ema", "lsq"), 0 <= self.momentum < 1, (self.freeze_after or 0) >= 0)
 
 
 def observe(model: ir.Model, node: ir.Node, observer: Observer) -> None:

@@ -55,6 +55,17 @@ def plain_of(config: Container) -> Any:
     return OmegaConf.to_container(config, resolve=False)
 
 
+def flattened(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
+    if isinstance(node, DictConfig | ListConfig):
+        node = plain_of(node)
+    items: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    if not items:
+        yield path, node
+    for key, value in items:
+        yield from flattened(value, f"{path}.{key}" if path else str(key))
+
+
 def check_text(file: str | PathLike[str], text: bytes) -> None:
     """Raise an error if a recipe is large or deep, or has YAML aliases: few lines can expand without end."""
     if len(text) > MOST_BYTES:

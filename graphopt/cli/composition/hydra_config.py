@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import json
@@ -11,37 +10,34 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
-from hydra.core.default_element import ResultDefault
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import OverrideParseException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from hydra.plugins.config_source import ConfigSource
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
-from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text, plain_of
-from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, run_of
+from graphopt.cli.composition.expansion import check_expansion, flattened, plain_of
+from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, mapping, run_of
+from graphopt.cli.composition.sources import RunsRecipe, Sources, register
 from graphopt.cli.run_folder import Before
 from graphopt.errors import GraphoptError, unknown
-from graphopt.files import check_plain, read_file
 
 # A path, because `recipes` could be a package in the working directory.
 RECIPES = Path(__file__).parents[3] / "recipes"
 PRIMARY = "graphopt"
 BASE = "base"  # the base recipe of a group, which is not an option
-UNTRUSTED = "command-line"  # the provider of folders of recipes that the command line adds
 BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
-MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
 _OF_TRAINED = (
@@ -253,77 +249,38 @@ def _has(value: object, names: Sequence[str]) -> bool:
     return names[0] in value and _has(value[names[0]], names[1:])
 
 
-class _Reader(CachingConfigRepository):
-    """Bound untrusted recipes: each is checked before it is parsed, and can name others many times."""
-
-    def __init__(self, delegate: IConfigRepository) -> None:
-        # Hydra's own method copies the whole store of configs, too, for each group that it lists.
-        self.delegate, self.cache = copy.copy(delegate), {}
-        self._left = MOST_READ
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        sources, is_new = self.get_sources(), f"config_path={config_path}" not in self.cache
-        if is_new and any(entry.provider == UNTRUSTED for entry in sources):
-            source = next((entry for entry in sources if entry.is_config(config_path)), None)
-            is_above = os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir
-            if source is not None and is_above:
-                raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
-            if source is not None and source.provider == UNTRUSTED:
-                _check_file(source, config_path)
-        result = super().load_config(config_path)
-        if result is not None and result.provider == UNTRUSTED:
-            check_plain(plain_of(result.config), config_path)
-            self._left -= 1 + sum(1 for _ in flattened(result.config))
-            if self._left < 0:
-                raise GraphoptError(
-                    f"{config_path}: expected recipes of at most {MOST_READ:,} fields with the recipes that they "
-                    "name, found more"
-                )
-        return result
-
-
-def _check_file(source: ConfigSource, config_path: str) -> None:
-    """Raise an error if a recipe is a link, or its text is refused."""
-    name = f"{config_path.removesuffix('.yaml')}.yaml"
-    folder: Any = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
-    file = folder.joinpath(name)
-    if isinstance(file, Path) and not file.resolve().is_relative_to(Path(str(folder)).resolve()):
-        raise GraphoptError(f"{file}: expected a recipe below its folder, found a link to {file.resolve()}")
-    if isinstance(file, Path):
-        check_text(str(file), read_file(file.resolve(), MOST_BYTES))
-    else:
-        check_text(str(file), file.read_bytes())
-
-
-class RecipeLoader(ConfigLoaderImpl):
+class RecipeLoader(ConfigLoader):
     """Compose recipes, and reject forbidden fields of untrusted recipes before Hydra acts on them.
 
     Hydra calls `load_configuration` for a single run, for each run of a sweep and for help. The node `hydra` of a
     composed config must equal the one from graphopt's own recipes and the command line, except for the values to
     sweep over, `hydra.sweeper.params`.
+
+    Args:
+        hydras: Hydra's loader, which searches the folders of the command line, too.
+        own: Hydra's loader of graphopt's own recipes.
     """
 
-    def __init__(self, search_path: ConfigSearchPath, command_line: CommandLine) -> None:
-        whole = copy.deepcopy(search_path)
-        for folder in command_line.folders:
-            whole.prepend(UNTRUSTED, folder, SearchPathQuery(provider="schema"))
-        super().__init__(whole)
-        self._own = ConfigLoaderImpl(search_path)
+    def __init__(self, hydras: ConfigLoader, own: ConfigLoader, command_line: CommandLine) -> None:
+        self._hydras, self._own = hydras, own
         self._command_line, self._record = command_line, command_line.record
         self.before: Before | None = None  # what the folder has, once a recipe is composed
         self.check: Callable[[DictConfig], object] | None = None  # of each job of a sweep, before the first one
         self._entered: set[str] = set()  # the folders of runs that were checked
         self._kept: dict[str, str] = {}  # the options that the recipe has from the record
+        self._changed: dict[str, Any] = {}  # the options that the command line has in place of those of the record
 
     def load_configuration(self, config_name: str | None, overrides: list[str], *how: Any, **named: Any) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [str(item.input_line) for item in _parse(*overrides) if item.key_or_group != SEARCH_PATH]
+        overrides = _without_folders(overrides)
         self._check_groups(overrides)
         if self._record is not None:
             overrides = self._repeatable(self._record, overrides)
+            source = next(source for source in self.get_sources() if isinstance(source, RunsRecipe))
+            source.configs = self._parts(self._record)
         try:
-            config = super().load_configuration(config_name, overrides, *how, **named)
+            config = self._hydras.load_configuration(config_name, overrides, *how, **named)
             choices: Any = config.hydra.runtime.choices
             with open_dict(choices):
                 choices.update(self._kept)
@@ -350,15 +307,33 @@ class RecipeLoader(ConfigLoaderImpl):
         return config
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        config = super().load_sweep_config(master_config, sweep_overrides)
+        overrides = [*plain_of(master_config.hydra.overrides.hydra), *sweep_overrides]
+        config = self.load_configuration(master_config.hydra.job.config_name, overrides, RunMode.RUN)
+        OmegaConf.copy_cache(from_config=master_config, to_config=config)  # the time is the same in all jobs
         if self.check is not None:
             self.check(config)
         return config
 
-    def _parse_overrides_and_create_caching_repo(
-        self, config_name: str | None, overrides: list[str]
-    ) -> tuple[list[Override], CachingConfigRepository]:
-        return OverridesParser.create().parse_overrides(overrides), _Reader(self.repository)
+    def get_search_path(self) -> ConfigSearchPath:
+        return self._hydras.get_search_path()
+
+    def get_sources(self) -> list[ConfigSource]:
+        return self._hydras.get_sources()
+
+    def list_groups(self, parent_name: str) -> list[str]:
+        return self.get_group_options(parent_name, ObjectType.GROUP)
+
+    def get_group_options(
+        self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG, *_: Any, **__: Any
+    ) -> list[str]:
+        sources = [source for source in self.get_sources() if source.is_group(group_name)]
+        return sorted({option for source in sources for option in source.list(group_name, results_filter)})
+
+    def compute_defaults_list(self, config_name: str | None, overrides: list[str], run_mode: RunMode) -> Any:
+        return self._hydras.compute_defaults_list(config_name, _without_folders(overrides), run_mode)
+
+    def _is_group(self, name: str) -> bool:
+        return any(source.is_group(name) for source in self.get_sources())
 
     def _check_groups(self, overrides: list[str]) -> None:
         """Raise an error if the value of a group is no option, or a group is deleted to which the recipe refers."""
@@ -367,7 +342,7 @@ class RecipeLoader(ConfigLoaderImpl):
             is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
             if not group:
                 raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
-            if not self.repository.group_exists(group):
+            if not self._is_group(group):
                 if is_gone and group in base_recipe().keys() - {"defaults", "hydra"}:
                     raise GraphoptError(f"{line}: expected a recipe with {group}, found its removal: leave {line} out")
                 continue
@@ -375,7 +350,7 @@ class RecipeLoader(ConfigLoaderImpl):
                 raise GraphoptError(
                     f"{line}: expected it without +, because the recipe has this group: {str(line).lstrip('+')}"
                 )
-            options = [x for x in self.repository.get_group_options(group) if x != BASE]
+            options = [x for x in self.get_group_options(group) if x != BASE]
             none = f": {group}=none leaves it out" if "none" in options else ""
             known = f"expected an option of {group}, {', '.join(options)}"
             if is_gone and not override.value() and group != "experiment":
@@ -413,12 +388,12 @@ class RecipeLoader(ConfigLoaderImpl):
         """
         items = _parse(*overrides)
         named = {x.key_or_group: x.value() for x in items if not x.is_delete() and isinstance(x.value(), str)}
-        changed = {
+        self._changed = {
             group: choice
             for group, choice in named.items()
-            if self.repository.group_exists(group) and choice != record.choices.get(group)
+            if self._is_group(group) and choice != record.choices.get(group)
         }
-        for group, choice in changed.items():
+        for group, choice in self._changed.items():
             if group not in record.fields and group not in (*NOT_TAKEN, "sweep"):
                 raise GraphoptError(
                     f"{group}={choice}: expected single groups and fields beside the recipe of {record.folder}, "
@@ -427,7 +402,7 @@ class RecipeLoader(ConfigLoaderImpl):
         self._kept = {
             group: choice
             for group, choice in record.choices.items()
-            if not group.startswith("hydra/") and group not in {*NOT_TAKEN, "sweep", *changed}
+            if not group.startswith("hydra/") and group not in {*NOT_TAKEN, "sweep", *self._changed}
         }
         lines = []
         for item in items:
@@ -438,15 +413,18 @@ class RecipeLoader(ConfigLoaderImpl):
                 lines.append(line)
         return lines
 
-    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        """Compose a recipe; that of the run that the command line names has its own parts, if their option is kept."""
-        config: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
-        record = self._record
-        for name, node in ({} if record is None else record.fields).items():
-            is_changed = record is not None and name in record.choices and name not in self._kept
-            if name not in NOT_TAKEN and not is_changed:
-                config[name] = node
-        return config
+    def _parts(self, record: RunRecord) -> dict[str, Mapping[str, object]]:
+        """Return a record as recipes: the primary one, and the option of each group that is kept."""
+        base = base_recipe()
+        own = {name: node for name, node in record.fields.items() if name not in {*NOT_TAKEN, "sweep", *self._changed}}
+        chosen = {
+            group: option for default in base["defaults"] if default != "_self_" for group, option in default.items()
+        }
+        recorded = [group for group in chosen if group in own or group == "experiment"]  # which has set fields before
+        chosen |= {group: name for group in recorded if re.fullmatch(r"[\w-]+", name := self._kept.get(group, ""))}
+        parts = {f"{group}/{chosen[group]}": mapping(own.get(group)) for group in recorded}
+        defaults = [x if x == "_self_" else {group: chosen[group] for group in x} for x in base["defaults"]]
+        return {**parts, PRIMARY: {**base, **own, "defaults": defaults}}
 
     def _check(
         self, config: DictConfig, config_name: str | None, overrides: list[str], *how: Any, **named: Any
@@ -490,17 +468,30 @@ class RecipeLoader(ConfigLoaderImpl):
 @contextlib.contextmanager
 def composing(command_line: CommandLine) -> Iterator[Any]:
     """Yield Hydra, configured to compose and run recipes, in a `with` block."""
-    GlobalHydra.instance().clear()
     returned: Any = JobReturn.return_value
     JobReturn.return_value = returned.getter(_returned)  # type: ignore[method-assign]
     try:
-        with hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3"):
-            application: Any = GlobalHydra.instance().hydra
-            application.config_loader = RecipeLoader(application.config_loader.get_search_path(), command_line)
-            yield application
+        own, application = _hydra_of(()), _hydra_of(command_line.folders)
+        application.config_loader = RecipeLoader(application.config_loader, own.config_loader, command_line)
+        yield application
     finally:
+        GlobalHydra.instance().clear()
         for name, resolver in REFUSED_RESOLVERS.items():
             OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _hydra_of(folders: tuple[str, ...]) -> Any:
+    """Return Hydra, which finds graphopt's recipes and those of others in some folders."""
+    register()
+    Sources.folders = folders
+    GlobalHydra.instance().clear()
+    hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3")
+    return GlobalHydra.instance().hydra
+
+
+def _without_folders(overrides: list[str]) -> list[str]:
+    """Return overrides without those of Hydra's search path, which has their folders already."""
+    return [str(item.input_line) for item in _parse(*overrides) if item.key_or_group != SEARCH_PATH]
 
 
 def _returned(job: JobReturn) -> Any:
@@ -554,14 +545,3 @@ def on_the_command_line(field: str) -> GraphoptError:
     """Return the error of a field, or of an item of a list in it, that recipes must not set."""
     name = field.rstrip("0123456789").removesuffix(".")
     return GraphoptError(f"{name}: expected it on the command line alone, found it in a recipe")
-
-
-def flattened(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
-    if isinstance(node, DictConfig | ListConfig):
-        node = plain_of(node)
-    items: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    if not items:
-        yield path, node
-    for key, value in items:
-        yield from flattened(value, f"{path}.{key}" if path else str(key))

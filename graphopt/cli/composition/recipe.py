@@ -18,8 +18,8 @@ import numpy as np
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
-from graphopt.cli.composition.expansion import Fields, plain_of
-from graphopt.cli.composition.hydra_config import CommandLine, flattened
+from graphopt.cli.composition.expansion import Fields, flattened, plain_of
+from graphopt.cli.composition.hydra_config import CommandLine
 from graphopt.cli.composition.record import write_record
 from graphopt.cli.composition.validation import (
     MISSING,
@@ -50,10 +50,10 @@ from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import check_plain, write
 from graphopt.graph import provenance
-from graphopt.graph.encoders import string_inputs
+from graphopt.graph.encoders import Encoders, string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, Encoders, labels_in
+from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, labels_in
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import NORMS

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from graphopt.cli.composition.expansion import Fields
-from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
+from graphopt.cli.composition.expansion import Fields, flattened
+from graphopt.cli.composition.hydra_config import CommandLine, on_the_command_line
 from graphopt.cli.run_folder import OWN_FILES
 from graphopt.data import READERS
 from graphopt.data.files import EXPANSION, check_ending
