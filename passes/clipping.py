@@ -65,7 +65,7 @@ class ClipGlobalNorm(Clip):
 
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.ClipGlobalNorm(1.0), "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
-    ['loss', 'y', 'gradient_norm']
+    ('loss', 'y', 'gradient_norm')
     """
 
     max_norm: float = within("(0, inf)", 1.0)
@@ -107,7 +107,7 @@ class GradientNorm(Pass):
 
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.GradientNorm(), "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
-    ['loss', 'y', 'gradient_norm']
+    ('loss', 'y', 'gradient_norm')
     """
 
     def requires(self, model: ir.Model) -> None:
@@ -131,7 +131,7 @@ class ReportGradients(Pass):
     >>> report = passes.ReportGradients("*.bias")
     >>> steps = {"loss": passes.MeanSquaredError(), "clip": report, "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
-    ['loss', 'y', 'layers.0.bias.gradient']
+    ('loss', 'y', 'layers.0.bias.gradient')
     """
 
     parameters: Pattern = "*"

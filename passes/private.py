@@ -142,7 +142,7 @@ class ExampleNorms(Pass):
 
     >>> steps = {"loss": passes.CrossEntropy(), "clip": passes.ExampleNorms(), "optimizer": passes.SGD(0.1)}
     >>> graphopt.Executor(graphopt.compile(models.mlp((4,), 3), **steps)).reported
-    ['loss', 'y', 'example_norms']
+    ('loss', 'y', 'example_norms')
     """
 
     scan: bool = True

@@ -143,7 +143,7 @@ class LastLayerLaplace(OfClasses):
         found, outputs = [np.shape(factor) for factor in self.factors or ()], weight.shape[1]
         middle = found[2][0] if len(found) > 2 and found[2] else features
         due = [(features, middle), (middle,), (middle, outputs)] * (self.structure != "diag")
-        due += [(features, outputs)] * (len(found) in (2, 5) or not due) + [(outputs,)]
+        due += [(features, outputs)] * (len(found) == 5 or not due) + [(outputs,)]
         if found != due:
             raise self.wrong(f"factors: expected arrays of shapes {due}, found {found}")
         y, x, logits = self.own_output(model), wide(op, x), wide(op, logits)

@@ -91,7 +91,7 @@ class Losses(Pass):
 
     >>> loss = passes.Losses({"y": passes.MeanSquaredError()}, weights={"y": 0.5})
     >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), loss=loss, optimizer=passes.SGD(0.1))).reported
-    ['loss', 'y', 'loss_y']
+    ('loss', 'y', 'loss_y')
     """
 
     losses: Mapping[str, Loss]
