@@ -148,7 +148,7 @@ CHANGES = {
     "a union": lambda e: e.state.__ior__({"fc0.bias": np.full(8, 7, np.float32)}),
     "a name less": lambda e: e.state.pop("fc0.bias"),
     "a hyperparameter": lambda e: e.hyperparameters.__setitem__("learning_rate", 7.0),
-    "a view": lambda e: e.parameters["fc0.weight"].T.reshape(-1).__setitem__(0, 7),
+    "a view": lambda e: e.parameters["fc0.weight"].T.__setitem__(0, 7),
     "a counter": lambda e: e.state["step"].__iadd__(7),
     "all parameters": lambda e: setattr(e, "parameters", {"fc0.bias": np.full(8, 7, np.float32)}),
     "all hyperparameters": lambda e: setattr(e, "hyperparameters", {"learning_rate": 7.0}),
@@ -158,7 +158,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_copy_of_the_state_cannot_be_changed(executor, change):
     before, rate = executor.state, executor.learning_rate
-    with pytest.raises(ValueError, match=r"read-only|write executor\.(update_state|set_hyperparameters)\("):
+    with pytest.raises(ValueError, match=r"read-only|(write|call) executor\.(update_state|set_hyperparameters)\("):
         change(executor)
     assert executor.learning_rate == executor.hyperparameters["learning_rate"] == rate
     assert_equal(executor.state, before)
