@@ -11,14 +11,15 @@ import java.util.TreeMap;
 
 /**
  * Open host folders: `faults FOLDER COUNT` on providers that compute one node wrongly, alone and before the CPU;
- * `open CACHE FOLDER...` one after the other; `adapter FOLDER STATE FORM TO`; `mistakes FOLDER`. Each prints a line of what is said.
+ * `open CACHE FOLDER...` one after the other; `adapter FOLDER STATE FORM TO`; `mistakes FOLDER`; `load FOLDER STATE...`, after rates.
+ * Each prints a line of what is said.
  */
 public final class Check {
     /** A provider that opens `faulty-N.onnx` in place of `train.onnx`. */
     static Provider faulty(int n) {
         return new Provider("faulty", options -> {}) {
             @Override
-            public OrtSession open(OrtEnvironment environment, File folder, String graph, byte[] more) throws OrtException, IOException {
+            public OrtSession open(OrtEnvironment environment, File folder, String graph, byte[] more) throws OrtException, IOException, GraphoptException {
                 return super.open(environment, folder, graph.equals("train.onnx") ? "faulty-" + n + ".onnx" : graph, more);
             }
         };
@@ -33,8 +34,16 @@ public final class Check {
     }
 
     static void refused(Trainer trainer, Object x, Object target) throws Exception {
+        said(() -> trainer.step(Map.of("x", x, "target", target)));
+    }
+
+    interface Task {
+        void run() throws Exception;
+    }
+
+    static void said(Task task) throws Exception {
         try {
-            trainer.step(Map.of("x", x, "target", target));
+            task.run();
             System.out.println("taken");
         } catch (GraphoptException error) {
             System.out.println(error.getMessage());
@@ -71,17 +80,20 @@ public final class Check {
                     refused(trainer, new float[24], new double[] {0, 0.5, 1});
                     refused(trainer, "text", labels);
                     refused(trainer, new float[0], labels);
-                    for (String name : new String[] {"x", "learning_rat"})
-                        try {
-                            if (name.equals("x")) trainer.step(Map.of("x", new float[24]));
-                            else trainer.set(name, 1);
-                        } catch (GraphoptException error) {
-                            System.out.println(error.getMessage());
-                        }
-                    try {
-                        trainer.load(folder);
-                    } catch (GraphoptException error) {
-                        System.out.println(error.getMessage().replace(arguments[1], "FOLDER"));
+                    said(() -> trainer.step(Map.of("x", new float[24])));
+                    said(() -> trainer.set("learning_rat", 1));
+                    said(() -> trainer.load(folder));
+                }
+                Trainer closed = Trainer.open(folder, null, "");
+                closed.close();
+                refused(closed, new float[24], new long[] {0, 3, 1});
+                break;
+            case "load":
+                try (Trainer trainer = Trainer.open(folder, null, "")) {
+                    for (double rate : new double[] {Double.NaN, -1, 1e300, 0.1}) said(() -> trainer.set("learning_rate", rate));
+                    for (int i = 2; i < arguments.length; i++) {
+                        File state = new File(arguments[i]);
+                        said(() -> trainer.load(state));
                     }
                 }
                 break;
