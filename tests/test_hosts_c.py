@@ -124,7 +124,10 @@ def test_a_damaged_state_is_refused(program: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_shape_is_refused(program: Path, tmp_path: Path) -> None:
     graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
-    state, turned = safetensors.numpy.load_file(tmp_path / "host" / "state.safetensors"), tmp_path / "turned.safetensors"
+    state, turned = (
+        safetensors.numpy.load_file(tmp_path / "host" / "state.safetensors"),
+        tmp_path / "turned.safetensors",
+    )
     name = next(name for name, x in state.items() if x.ndim == 2 and x.shape[0] != x.shape[1])
     safetensors.numpy.save_file({**state, name: state[name].T.copy()}, turned)
     with pytest.raises(subprocess.CalledProcessError) as refused:

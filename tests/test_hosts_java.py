@@ -72,7 +72,9 @@ def bridge(folder: Path) -> None:
         bindings = jar.read(f"{place}/libonnxruntime4j_jni.so")
     (version,) = {*re.findall(rb"VERS_([\d.]+)", bindings)}
     told = b"\0%s\0" % onnxruntime.__version__.encode()[: len(version)]  # bindings tell the version of their header
-    assert len(told) == len(version) + 2, f"expected a version as long as {version.decode()}: the library's bytes would move"
+    assert len(told) == len(version) + 2, (
+        f"expected a version as long as {version.decode()}: the library's bytes would move"
+    )
     (folder / "libonnxruntime4j_jni.so").write_bytes(bindings.replace(b"\0%s\0" % version, told))
     (folder / "versions").write_bytes(b"VERS_%s { global: *; };" % version)
     linked = f"-Wl,-soname,libonnxruntime.so.{version.decode()},--version-script={folder / 'versions'}"

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import line
 from graphopt.graph.memory import step_bytes
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.storage import weight_bytes
@@ -44,12 +44,13 @@ SIGNS = 3  # sums of each output
 def proof_batch(step: ir.Model) -> Arrays | None:
     """Return a batch of random numbers for a training graph with its initial state.
 
-    None if none is known to run, or there is no ONNX Runtime here.
+    None if weights are too many, sizes of feeds cannot be chosen, or there is no ONNX Runtime here.
     """
     try:
-        device = Device("cpu", native=False, verify=False)
-    except GraphoptError:
+        import onnxruntime  # noqa: F401
+    except ImportError:
         return None
+    device = Device("cpu", native=False, verify=False)
     if weight_bytes(step) > MOST_CONVERTED or (sizes := open_sizes(step, ROWS)) is None:
         return None
     copy = step.clone()
