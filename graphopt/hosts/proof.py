@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.errors import line
+from graphopt.errors import GraphoptError, line
 from graphopt.graph.memory import step_bytes
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.storage import weight_bytes
@@ -23,7 +23,7 @@ from graphopt.runtime.checkpoint import state_bytes
 from graphopt.runtime.checks.first_check import MOST_CONVERTED
 from graphopt.runtime.checks.precise import in_float64
 from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, allowed_error, norm_of
-from graphopt.runtime.device import Device
+from graphopt.runtime.device import Device, installed_runtime
 from graphopt.runtime.random_inputs import ROWS, SIZES, open_sizes, random_inputs
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
@@ -47,8 +47,8 @@ def proof_batch(step: ir.Model) -> Arrays | None:
     None if weights are too many, sizes of feeds cannot be chosen, or there is no ONNX Runtime here.
     """
     try:
-        import onnxruntime  # noqa: F401
-    except ImportError:
+        installed_runtime()
+    except GraphoptError:
         return None
     device = Device("cpu", native=False, verify=False)
     if weight_bytes(step) > MOST_CONVERTED or (sizes := open_sizes(step, ROWS)) is None:

@@ -108,9 +108,7 @@ _LEFT_OUT = {
 
 
 def _portable(name: str | None) -> Target:
-    alone = (
-        _CPU_ALONE if name else ("unpool_first_maxima",)
-    )  # without a name, the CPU provider may compute it, or another
+    alone = _CPU_ALONE if name else ("unpool_first_maxima",)  # no name: the CPU provider computes it, or another
     pipeline = Pipeline(fuse=Fuse((*alone, *_LEFT_OUT.get(name or "", ()))), forms=Portable(name))
     return Target(name or "portable", pipeline, own_version())
 
