@@ -167,6 +167,12 @@ def test_the_proof_is_remembered_by_all_files(classes: Path, tmp_path: Path) -> 
     known = [line.split("\t")[1] for line in lines]
     assert known[:2] == [f"{{evaluate={x}, predict={x}, train={x}}}" for x in ("proven", "proven before")]
     assert "before" not in known[2]
+    notes = sorted((tmp_path / "cache").iterdir())
+    assert {note.name.rpartition("-")[0] for note in notes} == {f"proof-{x}" for x in ("evaluate", "predict", "train")}
+    for note in notes:
+        note.write_bytes(note.read_bytes()[:-1])
+    (line,) = java(classes, "Check", "open", tmp_path / "cache", folder).stdout.splitlines()
+    assert "before" not in line, line
 
 
 def test_a_cache_that_cannot_be_written_to_does_not_matter(classes: Path, tmp_path: Path) -> None:
@@ -306,6 +312,20 @@ def test_the_app_for_phones_learns_digits(classes: Path, tmp_path: Path) -> None
         assert last < first and accuracy > least, done
         names = saved.with_name(f"{saved.name}.txt").read_text().splitlines()
         assert names == [f"class {k}" for k in dict.fromkeys(rows["target"].tolist())]
+    done = java(classes, "Check", "classes", tmp_path / "head", tmp_path / "again")
+    names = f"{tmp_path}/again.txt: expected names of 1 to 10 classes, found"
+    assert done.stdout.splitlines() == [
+        "save: expected a class, found none: add pictures",
+        "class: expected a name, found none: write one",
+        "taken",
+        "train: expected pictures of two classes, found [a b]: add them",
+        "taken",
+        "taken",
+        "[a b, c]",
+        f"{names} []: delete it",
+        f"{names} []: delete it",
+        f"{names} [{', '.join('a' * 11)}]: delete it",
+    ], done
 
 
 def test_the_app_compiles_and_its_resources_are_there(classes: Path, tmp_path: Path) -> None:

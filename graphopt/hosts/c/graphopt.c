@@ -673,7 +673,8 @@ GraphoptCode graphopt_evaluate(GraphoptTrainer *t, float *loss) { return run(t, 
 
 GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
     char *file = NULL, text[256];
-    size_t size, offset, length;
+    uint64_t header = 0;
+    size_t size, offset, length, states = 0, entries = 0;  // of the graph; in the file
     GraphoptCode code = read_file("", path, &file, &size);
     for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
         int found = x->is_state ? place(file, size, x, &offset, &length) : 1;
@@ -684,7 +685,12 @@ GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
         else if (x->is_state && (!found || length != x->length))
             code = fail(GRAPHOPT_FILE, "%s: state %s: expected %zu bytes, found %zu: take a checkpoint of this training graph", path,
                         x->name, x->length, found ? length : (size_t)0);
+        states += (size_t)x->is_state;
     }
+    if (!code && states) memcpy(&header, file, 8);
+    for (const char *c = file; header && (c = strstr(c + 8, "\"data_offsets\":")) && c < file + 8 + header;) entries++;
+    if (entries > states)
+        code = fail(GRAPHOPT_FILE, "%s: expected %zu states, found %zu: take a checkpoint of this training graph", path, states, entries);
     for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
         void *data;
         if (!x->is_state) continue;

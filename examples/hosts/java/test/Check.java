@@ -4,15 +4,17 @@ import ai.onnxruntime.OrtSession;
 import graphopt.GraphoptException;
 import graphopt.Provider;
 import graphopt.Trainer;
+import graphopt.phone.Classifier;
 import java.io.File;
 import java.io.IOException;
+import java.nio.file.Files;
 import java.util.Map;
 import java.util.TreeMap;
 
 /**
  * Open host folders: `faults FOLDER COUNT` on providers that compute one node wrongly, alone and before the CPU;
- * `open CACHE FOLDER...` one after the other; `adapter FOLDER STATE FORM TO`; `mistakes FOLDER`; `load FOLDER STATE...`, after rates.
- * Each prints a line of what is said.
+ * `open CACHE FOLDER...` one after the other; `adapter FOLDER STATE FORM TO`; `mistakes FOLDER`; `load FOLDER STATE...`, after rates;
+ * `classes FOLDER SAVED` of the app for phones. Each prints a line of what is said.
  */
 public final class Check {
     /** A provider that opens `faulty-N.onnx` in place of `train.onnx`. */
@@ -94,6 +96,26 @@ public final class Check {
                     for (int i = 2; i < arguments.length; i++) {
                         File state = new File(arguments[i]);
                         said(() -> trainer.load(state));
+                    }
+                }
+                break;
+            case "classes":
+                File saved = new File(arguments[2]), names = new File(arguments[2] + ".txt");
+                try (Trainer trainer = Trainer.open(folder, null, "")) {
+                    Classifier classifier = new Classifier(trainer);
+                    float[] picture = new float[classifier.channels * classifier.height * classifier.width];
+                    said(() -> classifier.save(saved, names));
+                    said(() -> classifier.add(" \n", picture));
+                    said(() -> classifier.add("a\nb", picture));
+                    said(classifier::epoch);
+                    said(() -> classifier.add("c", picture));
+                    said(() -> classifier.save(saved, names));
+                    Classifier again = new Classifier(trainer);
+                    again.load(saved, names);
+                    System.out.println(again.classes());
+                    for (String text : new String[] {"", "\n", "a\n".repeat(11)}) {
+                        Files.write(names.toPath(), text.getBytes());
+                        said(() -> new Classifier(trainer).load(saved, names));
                     }
                 }
                 break;
