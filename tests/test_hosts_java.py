@@ -83,7 +83,8 @@ def bridge(folder: Path) -> None:
 
 
 def java(classes: Path, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    options = ["-XX:TieredStopAtLevel=1", f"-Donnxruntime.native.path={classes / 'native'}"]
+    locale = ["-Duser.language=ar", "-Duser.country=EG"]  # whose digits are not those of files and messages
+    options = ["-XX:TieredStopAtLevel=1", *locale, f"-Donnxruntime.native.path={classes / 'native'}"]
     command = ["java", *options, "-cp", f"{JAR}{os.pathsep}{classes}", program]
     return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
 

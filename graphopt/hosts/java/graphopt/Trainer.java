@@ -42,8 +42,8 @@ public final class Trainer implements AutoCloseable {
      * Opens a folder on the first of some providers whose step agrees with the proof.
      *
      * @param cache a folder that this program alone writes to, which remembers the proof; null compares each time
-     * @param device what the proof depends on beside files, processor, and the names of the runtime's version and the
-     *     provider: android.os.Build.FINGERPRINT, or options of a provider
+     * @param device what else decides what is computed, beside files, processor, the runtime's version and the provider's
+     *     name: android.os.Build.FINGERPRINT, or options of a provider
      * @param providers in their order; none is the CPU
      */
     public static Trainer open(File folder, File cache, String device, Provider... providers) throws GraphoptException, OrtException, IOException {
