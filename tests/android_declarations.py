@@ -44,6 +44,7 @@ _CLASSES = {
     "android.graphics.Bitmap": """{
         public int getWidth() { ANY }
         public int getHeight() { ANY }
+        public void recycle() {}
         public static Bitmap createBitmap(Bitmap source, int x, int y, int width, int height) { ANY }
         public static Bitmap createScaledBitmap(Bitmap source, int width, int height, boolean filter) { ANY }
         public void getPixels(int[] pixels, int offset, int stride, int x, int y, int width, int height) {} }""",
@@ -99,6 +100,7 @@ _CLASSES = {
         public final void append(CharSequence text) {}
         public final void setText(int text) {}
         public final void setHint(int text) {}
+        public void setSingleLine() {}
         public CharSequence getText() { ANY } }""",
     "android.R": "{ public static class layout { public static final int simple_spinner_dropdown_item = 1; } }",
 }

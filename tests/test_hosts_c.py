@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import safetensors.numpy
 from builders import model
 from host_graphs import (
     ADAPTER_FILES,
@@ -119,6 +120,19 @@ def test_a_damaged_state_is_refused(program: Path, tmp_path: Path) -> None:
         train(program, tmp_path / "host", damaged, batches("linear", 2), tmp_path / "saved.safetensors")
     assert "expected all numbers of its header" in refused.value.stderr
     assert not (tmp_path / "saved.safetensors").exists()
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_a_checkpoint_of_another_graph_is_refused(is_turned: bool, program: Path, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    state, other = safetensors.numpy.load_file(tmp_path / "host" / "state.safetensors"), tmp_path / "other.safetensors"
+    name = next(name for name, x in state.items() if x.ndim == 2 and x.shape[0] != x.shape[1])
+    safetensors.numpy.save_file({**state, name if is_turned else "more": state[name].T.copy()}, other)
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        train(program, tmp_path / "host", other, batches("linear", 2), tmp_path / "saved.safetensors")
+    rows, columns = state[name].shape
+    told = f"state {name}: expected float32 [{rows},{columns}], found another type or shape"
+    assert (told if is_turned else f"expected {len(state)} states, found {len(state) + 1}: ") in refused.value.stderr
 
 
 def test_a_runtime_whose_kernels_are_wrong_is_refused(program: Path, tmp_path: Path) -> None:

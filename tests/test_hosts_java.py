@@ -19,6 +19,7 @@ import numpy as np
 import onnxruntime
 import planted_faults
 import pytest
+import safetensors.numpy
 from host_graphs import (
     ADAPTER_FILES,
     ADAPTERS,
@@ -71,6 +72,9 @@ def bridge(folder: Path) -> None:
         bindings = jar.read(f"{place}/libonnxruntime4j_jni.so")
     (version,) = {*re.findall(rb"VERS_([\d.]+)", bindings)}
     told = b"\0%s\0" % onnxruntime.__version__.encode()[: len(version)]  # bindings tell the version of their header
+    assert len(told) == len(version) + 2, (
+        f"expected a version as long as {version.decode()}: the library's bytes would move"
+    )
     (folder / "libonnxruntime4j_jni.so").write_bytes(bindings.replace(b"\0%s\0" % version, told))
     (folder / "versions").write_bytes(b"VERS_%s { global: *; };" % version)
     linked = f"-Wl,-soname,libonnxruntime.so.{version.decode()},--version-script={folder / 'versions'}"
@@ -79,7 +83,8 @@ def bridge(folder: Path) -> None:
 
 
 def java(classes: Path, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    options = ["-XX:TieredStopAtLevel=1", f"-Donnxruntime.native.path={classes / 'native'}"]
+    locale = ["-Duser.language=ar", "-Duser.country=EG"]  # whose digits are not those of files and messages
+    options = ["-XX:TieredStopAtLevel=1", *locale, f"-Donnxruntime.native.path={classes / 'native'}"]
     command = ["java", *options, "-cp", f"{JAR}{os.pathsep}{classes}", program]
     return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
 
@@ -142,6 +147,7 @@ def test_checkpoints_resume_bit_for_bit(name: str, classes: Path, tmp_path: Path
 @pytest.mark.parametrize("name", planted_faults.NETWORKS)
 def test_java_notices_a_wrong_kernel_and_takes_the_next_provider(name: str, classes: Path, tmp_path: Path) -> None:
     faults = planted_faults.written(name, tmp_path)
+    assert faults
     lines = java(classes, "Check", "faults", tmp_path, len(faults)).stdout.splitlines()
     for fault, alone, before in zip(faults, lines[::2], lines[1::2], strict=True):
         assert alone.startswith("error\tONNX Runtime 1."), alone
@@ -162,6 +168,59 @@ def test_the_proof_is_remembered_by_all_files(classes: Path, tmp_path: Path) -> 
     known = [line.split("\t")[1] for line in lines]
     assert known[:2] == [f"{{evaluate={x}, predict={x}, train={x}}}" for x in ("proven", "proven before")]
     assert "before" not in known[2]
+    notes = sorted((tmp_path / "cache").iterdir())
+    assert {note.name.rpartition("-")[0] for note in notes} == {f"proof-{x}" for x in ("evaluate", "predict", "train")}
+    for note in notes:
+        note.write_bytes(note.read_bytes()[:-1])
+    (line,) = java(classes, "Check", "open", tmp_path / "cache", folder).stdout.splitlines()
+    assert "before" not in line, line
+
+
+def test_a_cache_that_cannot_be_written_to_does_not_matter(classes: Path, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file", tmp_path / "file" / "below", "/proc/none"):
+        done = java(classes, "Check", "open", cache, tmp_path / "host", tmp_path / "host")
+        assert done.stdout.splitlines() == ["cpu\t{evaluate=proven, predict=proven, train=proven}\t[]"] * 2, done
+
+
+def test_the_program_reads_other_types_and_refuses_what_it_cannot_read(classes: Path, tmp_path: Path) -> None:
+    step, fed = GRAPHS["mlp"][0](), batches("mlp", 3)
+    graphopt.export_hosts(step, tmp_path / "host")
+    expected = train(classes, tmp_path / "host", None, fed, tmp_path / "1.safetensors")
+    wide = [{"x": batch["x"].astype(np.float64), "target": batch["target"].astype(np.int32)} for batch in fed]
+    assert train(classes, tmp_path / "host", None, wide, tmp_path / "2.safetensors") == expected
+    for feeds, told in (
+        (("x=uint8",), "x: expected float32, float64, int32 or int64, found uint8"),
+        (("x",), "x: expected float32, float64, int32 or int64, found none"),
+        (("x=float32", "target=int33"), "target: expected float32, float64, int32 or int64, found int33"),
+        (("none=float32",), f"{tmp_path}/1/none.bin: expected a file, found none"),
+    ):
+        done = java(classes, "graphopt.Train", tmp_path / "host", tmp_path / "1", 3, tmp_path / "saved", "-", *feeds)
+        assert (done.returncode, done.stderr) == (1, f"train: {told}\n")
+    done = java(classes, "graphopt.Train", tmp_path / "host", tmp_path / "1", 7, tmp_path / "saved", "-", "x=float32")
+    assert done.stderr.startswith("train: x.bin: expected as many numbers in each of 7 steps, found"), done
+    assert not (tmp_path / "saved").exists()
+
+
+def test_rates_and_checkpoints_of_another_graph_are_refused(classes: Path, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    own = safetensors.numpy.load_file(tmp_path / "host" / "state.safetensors")
+    name = next(name for name, x in own.items() if x.ndim == 2 and x.shape[0] != x.shape[1])
+    rows, columns = own[name].shape
+    paths = [tmp_path / file for file in ("own", "turned", "more")]
+    for path, state in zip(paths, (own, {**own, name: own[name].T.copy()}, {**own, "more": own[name]}), strict=True):
+        safetensors.numpy.save_file(state, path)
+    done = java(classes, "Check", "load", tmp_path / "host", *paths)
+    remedy = "take a checkpoint of this training graph"
+    rate = "hyperparameter learning_rate: expected a finite number, 0 or more, found"
+    assert done.stdout.splitlines() == [
+        *(f"{rate} {x}" for x in ("NaN", "-1.0", "1.0E300")),
+        "taken",
+        "taken",
+        f"{paths[1]}: state {name}: expected F32 [{rows}, {columns}], found F32 [{columns}, {rows}]: {remedy}",
+        f"{paths[2]}: state more: expected none of this name, found one: {remedy}",
+    ], done
 
 
 def test_a_damaged_proof_is_no_proof(classes: Path, tmp_path: Path) -> None:
@@ -230,7 +289,8 @@ def test_every_mistake_is_told_in_one_line(classes: Path, tmp_path: Path) -> Non
         "x: expected float32 [batch, 8], found 0 numbers: feed numbers, or an OnnxTensor",
         "train: expected target, found none: feed it",
         "hyperparameter learning_rat: expected one of host.json, found none of this name",
-        "FOLDER: expected a checkpoint, found none",
+        f"{tmp_path}: expected a checkpoint, found none",
+        "trainer: expected an open one, found one that is closed: open the folder again",
     ], done
 
 
@@ -251,6 +311,22 @@ def test_the_app_for_phones_learns_digits(classes: Path, tmp_path: Path) -> None
         assert not done.returncode and "{train=proven, evaluate=proven, predict=proven}" in done.stderr, done
         (first, _), *_, (last, accuracy) = (map(float, line.split()) for line in done.stdout.splitlines())
         assert last < first and accuracy > least, done
+        names = saved.with_name(f"{saved.name}.txt").read_text().splitlines()
+        assert names == [f"class {k}" for k in dict.fromkeys(rows["target"].tolist())]
+    done = java(classes, "Check", "classes", tmp_path / "head", tmp_path / "again")
+    names = f"{tmp_path}/again.txt: expected names of 1 to 10 classes, found"
+    assert done.stdout.splitlines() == [
+        "save: expected a class, found none: add pictures",
+        "class: expected a name, found none: write one",
+        "taken",
+        "train: expected pictures of two classes, found [a b]: add them",
+        "taken",
+        "taken",
+        "[a b, c]",
+        f"{names} []: delete it",
+        f"{names} []: delete it",
+        f"{names} [{', '.join('a' * 11)}]: delete it",
+    ], done
 
 
 def test_the_app_compiles_and_its_resources_are_there(classes: Path, tmp_path: Path) -> None:

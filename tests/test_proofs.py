@@ -22,7 +22,7 @@ from test_hosts_javascript import CHROMIUM, TESTS, javascript
 
 import graphopt
 import passes
-from graphopt.hosts.proof import sums
+from graphopt.hosts.proof import proof_batch, sums
 
 pytestmark = pytest.mark.usefixtures("plain")
 C = Path(__file__).parents[1] / "examples" / "hosts" / "c" / "test"
@@ -276,6 +276,13 @@ def test_there_is_no_proof_where_float32_computes_nan(tmp_path: Path) -> None:
     step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     graphopt.export_hosts(step, tmp_path)
     assert not (tmp_path / "proof.safetensors").exists()
+
+
+def test_an_invalid_variable_is_not_a_missing_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = GRAPHS["linear"][0]()
+    monkeypatch.setenv("GRAPHOPT_MATMUL_PRECISION", "wrong")
+    with pytest.raises(graphopt.GraphoptError, match="GRAPHOPT_MATMUL_PRECISION"):
+        proof_batch(step)
 
 
 def test_a_proof_needs_no_debug_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

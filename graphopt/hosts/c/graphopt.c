@@ -108,7 +108,8 @@ static const char *field(const char *host, const char *list, const char *name, c
 }
 
 /* Finds the place of a tensor in a safetensors file: 8 bytes with the size of a header in JSON; it; the numbers. Returns 0
-   for none, -1 for one that lies beyond the file or if it is no such file, and -2 for one of another type. */
+   for none, -1 for one that lies beyond the file or if it is no such file, and -2 for one of another type, or of another
+   shape than the input of a graph. */
 static int place(const char *file, size_t size, const Input *x, size_t *offset, size_t *length) {
     char text[4096], *entry, *last;
     uint64_t header;
@@ -120,6 +121,13 @@ static int place(const char *file, size_t size, const Input *x, size_t *offset, 
     snprintf(text, sizeof text, "\"dtype\":\"%s\"", types[x->type].stored);
     const char *type = strstr(entry, text), *offsets = strstr(entry, "\"data_offsets\":[");
     if (!type || type > last) return -2;
+    if (x->info) {
+        size_t used = (size_t)snprintf(text, sizeof text, "\"shape\":[");
+        for (size_t i = 0; i < x->rank; i++) used += (size_t)snprintf(text + used, sizeof text - used, "%s%lld", i ? "," : "", (long long)x->dims[i]);
+        snprintf(text + used, sizeof text - used, "]");
+        const char *sizes = strstr(entry, text);
+        if (!sizes || sizes > last) return -2;
+    }
     if (!offsets || offsets > last) return -1;
     uint64_t begin = strtoull(offsets + 16, &entry, 10), end = *entry == ',' ? strtoull(entry + 1, NULL, 10) : 0;
     if (begin > end || end > size - 8 - header) return -1;
@@ -664,19 +672,25 @@ GraphoptCode graphopt_step(GraphoptTrainer *t, float *loss) { return run(t, &t->
 GraphoptCode graphopt_evaluate(GraphoptTrainer *t, float *loss) { return run(t, &t->evaluate, loss); }
 
 GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
-    char *file = NULL;
-    size_t size, offset, length;
+    char *file = NULL, text[256];
+    uint64_t header = 0;
+    size_t size, offset, length, states = 0, entries = 0;  // of the graph; in the file
     GraphoptCode code = read_file("", path, &file, &size);
     for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
         int found = x->is_state ? place(file, size, x, &offset, &length) : 1;
         if (found == -1) code = fail(GRAPHOPT_FILE, "%s: expected all numbers of its header, found a file that is cut or no safetensors file", path);
         else if (found == -2)
-            code = fail(GRAPHOPT_FILE, "%s: state %s: expected %s, found another type: take a checkpoint of this training graph", path,
-                        x->name, types[x->type].name);
+            code = fail(GRAPHOPT_FILE, "%s: state %s: expected %s, found another type or shape: take a checkpoint of this training graph", path,
+                        x->name, shape(x, text, sizeof text));
         else if (x->is_state && (!found || length != x->length))
             code = fail(GRAPHOPT_FILE, "%s: state %s: expected %zu bytes, found %zu: take a checkpoint of this training graph", path,
                         x->name, x->length, found ? length : (size_t)0);
+        states += (size_t)x->is_state;
     }
+    if (!code && states) memcpy(&header, file, 8);
+    for (const char *c = file; header && (c = strstr(c + 8, "\"data_offsets\":")) && c < file + 8 + header;) entries++;
+    if (entries > states)
+        code = fail(GRAPHOPT_FILE, "%s: expected %zu states, found %zu: take a checkpoint of this training graph", path, states, entries);
     for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
         void *data;
         if (!x->is_state) continue;
@@ -840,10 +854,11 @@ GraphoptCode graphopt_adapter(GraphoptTrainer *t, const char *form, const char *
 static GraphoptCode begin(GraphoptTrainer *t, const char *folder) {
     for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
         const char *initial;
+        char text[256];
         int found = place(t->state, t->size, x, &x->offset, &x->length);
         if (found == -1) return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected all numbers of its header, found a file that is cut or no safetensors file", folder);
         if (found == -2)
-            return fail(GRAPHOPT_FILE, "%s/state.safetensors: state %s: expected %s, found another type", folder, x->name, types[x->type].name);
+            return fail(GRAPHOPT_FILE, "%s/state.safetensors: state %s: expected %s, found another type or shape", folder, x->name, shape(x, text, sizeof text));
         if (!found && field(t->host, "state", x->name, "next"))
             return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected state %s, found none: write it with export_hosts", folder, x->name);
         if (found) {

@@ -4,21 +4,24 @@ import ai.onnxruntime.OrtSession;
 import graphopt.GraphoptException;
 import graphopt.Provider;
 import graphopt.Trainer;
+import graphopt.phone.Classifier;
 import java.io.File;
 import java.io.IOException;
+import java.nio.file.Files;
 import java.util.Map;
 import java.util.TreeMap;
 
 /**
  * Open host folders: `faults FOLDER COUNT` on providers that compute one node wrongly, alone and before the CPU;
- * `open CACHE FOLDER...` one after the other; `adapter FOLDER STATE FORM TO`; `mistakes FOLDER`. Each prints a line of what is said.
+ * `open CACHE FOLDER...` one after the other; `adapter FOLDER STATE FORM TO`; `mistakes FOLDER`; `load FOLDER STATE...`, after rates;
+ * `classes FOLDER SAVED` of the app for phones. Each prints a line of what is said.
  */
 public final class Check {
     /** A provider that opens `faulty-N.onnx` in place of `train.onnx`. */
     static Provider faulty(int n) {
         return new Provider("faulty", options -> {}) {
             @Override
-            public OrtSession open(OrtEnvironment environment, File folder, String graph, byte[] more) throws OrtException, IOException {
+            public OrtSession open(OrtEnvironment environment, File folder, String graph, byte[] more) throws OrtException, IOException, GraphoptException {
                 return super.open(environment, folder, graph.equals("train.onnx") ? "faulty-" + n + ".onnx" : graph, more);
             }
         };
@@ -33,8 +36,16 @@ public final class Check {
     }
 
     static void refused(Trainer trainer, Object x, Object target) throws Exception {
+        said(() -> trainer.step(Map.of("x", x, "target", target)));
+    }
+
+    interface Task {
+        void run() throws Exception;
+    }
+
+    static void said(Task task) throws Exception {
         try {
-            trainer.step(Map.of("x", x, "target", target));
+            task.run();
             System.out.println("taken");
         } catch (GraphoptException error) {
             System.out.println(error.getMessage());
@@ -71,17 +82,40 @@ public final class Check {
                     refused(trainer, new float[24], new double[] {0, 0.5, 1});
                     refused(trainer, "text", labels);
                     refused(trainer, new float[0], labels);
-                    for (String name : new String[] {"x", "learning_rat"})
-                        try {
-                            if (name.equals("x")) trainer.step(Map.of("x", new float[24]));
-                            else trainer.set(name, 1);
-                        } catch (GraphoptException error) {
-                            System.out.println(error.getMessage());
-                        }
-                    try {
-                        trainer.load(folder);
-                    } catch (GraphoptException error) {
-                        System.out.println(error.getMessage().replace(arguments[1], "FOLDER"));
+                    said(() -> trainer.step(Map.of("x", new float[24])));
+                    said(() -> trainer.set("learning_rat", 1));
+                    said(() -> trainer.load(folder));
+                }
+                Trainer closed = Trainer.open(folder, null, "");
+                closed.close();
+                refused(closed, new float[24], new long[] {0, 3, 1});
+                break;
+            case "load":
+                try (Trainer trainer = Trainer.open(folder, null, "")) {
+                    for (double rate : new double[] {Double.NaN, -1, 1e300, 0.1}) said(() -> trainer.set("learning_rate", rate));
+                    for (int i = 2; i < arguments.length; i++) {
+                        File state = new File(arguments[i]);
+                        said(() -> trainer.load(state));
+                    }
+                }
+                break;
+            case "classes":
+                File saved = new File(arguments[2]), names = new File(arguments[2] + ".txt");
+                try (Trainer trainer = Trainer.open(folder, null, "")) {
+                    Classifier classifier = new Classifier(trainer);
+                    float[] picture = new float[classifier.channels * classifier.height * classifier.width];
+                    said(() -> classifier.save(saved, names));
+                    said(() -> classifier.add(" \n", picture));
+                    said(() -> classifier.add("a\nb", picture));
+                    said(classifier::epoch);
+                    said(() -> classifier.add("c", picture));
+                    said(() -> classifier.save(saved, names));
+                    Classifier again = new Classifier(trainer);
+                    again.load(saved, names);
+                    System.out.println(again.classes());
+                    for (String text : new String[] {"", "\n", "a\n".repeat(11)}) {
+                        Files.write(names.toPath(), text.getBytes());
+                        said(() -> new Classifier(trainer).load(saved, names));
                     }
                 }
                 break;

@@ -20,7 +20,9 @@ public final class Phone {
             }
             for (int epoch = 0; epoch < Integer.parseInt(arguments[3]); epoch++)
                 System.out.println(classifier.epoch() + " " + classifier.accuracy());
-            trainer.save(new File(arguments[4]));
+            File saved = new File(arguments[4]), names = new File(arguments[4] + ".txt");
+            classifier.save(saved, names);
+            new Classifier(trainer).load(saved, names);
             System.err.println(trainer.proofs() + " " + classifier.counted());
         }
     }

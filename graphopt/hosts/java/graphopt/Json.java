@@ -8,22 +8,23 @@ import java.util.Map;
 /** Reads JSON: objects as maps, arrays as lists, numbers as Long or Double. */
 final class Json {
     private static final int DEPTH = 32;
-    private final String text;
+    private final String text, file;
     private int at, depth;
 
-    private Json(String text) {
+    private Json(String text, String file) {
         this.text = text;
+        this.file = file;
     }
 
-    static Object read(String text) throws GraphoptException {
-        Json json = new Json(text);
+    static Object read(String text, String file) throws GraphoptException {
+        Json json = new Json(text, file);
         Object value = json.value();
         if (json.next() != 0) throw json.refused();
         return value;
     }
 
     private GraphoptException refused() {
-        return new GraphoptException("expected JSON, found other text at place " + at);
+        return new GraphoptException(file + ": expected JSON, found other text at place " + at + ": write it with export_hosts again");
     }
 
     /** The next character that is no space; 0 at the end. */

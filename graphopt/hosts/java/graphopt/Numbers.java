@@ -37,12 +37,12 @@ final class Numbers {
     }
 
     /** The bits of the float16 or bfloat16 number nearest to a number, ties to even. */
-    static short narrow(OnnxJavaType type, float x) {
-        int bits = Float.floatToRawIntBits(x), sign = bits >>> 16 & 0x8000;
-        if (type == OnnxJavaType.BFLOAT16) return (short) (Float.isNaN(x) ? 0x7fc0 : bits + 0x7fff + (bits >>> 16 & 1) >>> 16);
-        if (!(Math.abs(x) < 65520)) return (short) (sign | (Float.isNaN(x) ? 0x7e00 : 0x7c00));
-        int exponent = Math.max((bits >>> 23 & 255) - 127, -14);
-        double scaled = Math.rint(Math.scalb((double) Math.abs(x), 10 - exponent)); // ties to even
+    static short narrow(OnnxJavaType type, double x) {
+        int bits = Float.floatToRawIntBits((float) x), sign = bits >>> 16 & 0x8000;
+        if (type == OnnxJavaType.BFLOAT16) return (short) (Double.isNaN(x) ? 0x7fc0 : bits + 0x7fff + (bits >>> 16 & 1) >>> 16);
+        if (!(Math.abs(x) < 65520)) return (short) (sign | (Double.isNaN(x) ? 0x7e00 : 0x7c00));
+        int exponent = Math.max(Math.getExponent(x), -14);
+        double scaled = Math.rint(Math.scalb(Math.abs(x), 10 - exponent)); // ties to even
         return (short) (sign | (exponent + 14) * 1024 + (int) scaled);
     }
 }

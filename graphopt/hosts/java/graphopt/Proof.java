@@ -3,12 +3,17 @@ package graphopt;
 import ai.onnxruntime.OnnxJavaType;
 import ai.onnxruntime.OnnxTensor;
 import ai.onnxruntime.OrtSession;
+import java.io.BufferedReader;
+import java.io.ByteArrayInputStream;
 import java.io.File;
 import java.io.IOException;
+import java.io.InputStream;
 import java.nio.ByteBuffer;
 import java.nio.charset.StandardCharsets;
+import java.nio.file.Files;
 import java.security.MessageDigest;
 import java.security.NoSuchAlgorithmException;
+import java.util.Arrays;
 import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
@@ -36,11 +41,11 @@ final class Proof {
     /** A feed of the proof: numbers that repeat, in its shape. */
     static ByteBuffer feed(Bytes file, Value feed, long[] dims) throws GraphoptException {
         ByteBuffer own = file.numbers("feed." + feed.name);
-        if (feed.type == null || !String.valueOf(feed.stored()).equals(file.type("feed." + feed.name)) || own.remaining() < feed.type.size)
-            throw new GraphoptException("feed " + feed.name + ": expected numbers of " + feed.kind);
+        if (feed.type == null || !String.valueOf(feed.stored()).equals(file.property("feed." + feed.name, "dtype")) || own.remaining() < feed.type.size)
+            throw new GraphoptException("proof.safetensors: feed " + feed.name + ": expected numbers of " + feed.kind + ", found others");
         long count = 1;
         for (long size : dims) count = size > 0 && size <= MOST / count ? count * size : MOST + 1L;
-        if (count > MOST) throw new GraphoptException("feed " + feed.name + ": expected numbers of some shape");
+        if (count > MOST) throw new GraphoptException("proof.safetensors: feed " + feed.name + ": expected 1 to " + MOST + " numbers, found the shape " + Arrays.toString(dims));
         byte[] period = new byte[own.remaining() / feed.type.size * feed.type.size], whole = new byte[(int) count * feed.type.size];
         own.get(period);
         for (int i = 0; i < whole.length; i += period.length) System.arraycopy(period, 0, whole, i, Math.min(period.length, whole.length - i));
@@ -50,7 +55,7 @@ final class Proof {
     static long[] shape(Bytes file, String feed) throws GraphoptException {
         ByteBuffer numbers = file.numbers("shape." + feed);
         long[] dims = new long[numbers.remaining() / 8];
-        if (dims.length > 16) throw new GraphoptException("feed " + feed + ": expected at most 16 axes");
+        if (dims.length > 16) throw new GraphoptException("proof.safetensors: feed " + feed + ": expected at most 16 axes, found " + dims.length);
         for (int i = 0; i < dims.length; i++) dims[i] = numbers.getLong(8 * i);
         return dims;
     }
@@ -101,7 +106,7 @@ final class Proof {
                 Object[] differs = first(file, "debug.numbers", outputs, found, new LinkedHashMap<>());
                 return differs == null ? "" : ", first in node " + line.get(outputs.get((Integer) differs[0]));
             }
-        } catch (Exception error) { // what names a node is more than is needed
+        } catch (Exception error) { // the name of a node is only help: go on without it
             return "";
         }
     }
@@ -110,21 +115,33 @@ final class Proof {
         return StandardCharsets.UTF_8.decode(file.numbers(name)).toString();
     }
 
-    /** The file that remembers a proof: its name is a hash of all that decides what is computed. */
-    static File note(File cache, File folder, Iterable<String> files, String... facts) throws IOException {
-        try {
+    /** The SHA-256 of what a stream has, which is never in memory as a whole. */
+    static String hash(InputStream content) throws IOException {
+        try (InputStream stream = content) {
             MessageDigest digest = MessageDigest.getInstance("SHA-256");
-            for (String fact : facts) digest.update((fact + "\n").getBytes(StandardCharsets.UTF_8));
-            for (String name : files) {
-                byte[] content = Bytes.read(new File(folder, name));
-                digest.update((name + " " + content.length + "\n").getBytes(StandardCharsets.UTF_8));
-                digest.update(content);
-            }
-            StringBuilder name = new StringBuilder("proof-");
-            for (byte b : digest.digest()) name.append(String.format("%02x", b));
-            return new File(cache, name.toString());
+            byte[] block = new byte[1 << 16];
+            for (int count; (count = stream.read(block)) >= 0; ) digest.update(block, 0, count);
+            StringBuilder hash = new StringBuilder();
+            for (byte b : digest.digest()) hash.append(String.format("%02x", b));
+            return hash.toString();
         } catch (NoSuchAlgorithmException error) {
             throw new IOException(error);
         }
+    }
+
+    static String hash(String text) throws IOException {
+        return hash(new ByteArrayInputStream(text.getBytes(StandardCharsets.UTF_8)));
+    }
+
+    /** What Linux and Android say of the first processor, without its clock; empty if they say nothing. */
+    static String processor() {
+        StringBuilder told = new StringBuilder();
+        try (BufferedReader lines = Files.newBufferedReader(new File("/proc/cpuinfo").toPath(), StandardCharsets.ISO_8859_1)) {
+            for (String line; (line = lines.readLine()) != null && !line.isEmpty(); )
+                if (!line.contains("MHz") && !line.contains("ogo")) told.append(line).append('\n');
+        } catch (IOException error) { // no such file, or not for us
+            return "";
+        }
+        return told.toString();
     }
 }

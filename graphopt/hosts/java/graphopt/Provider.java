@@ -25,7 +25,7 @@ public class Provider {
     }
 
     /** Opens a graph of a folder, which `more` bytes of a message follow, if there are any. */
-    public OrtSession open(OrtEnvironment environment, File folder, String graph, byte[] more) throws OrtException, IOException {
+    public OrtSession open(OrtEnvironment environment, File folder, String graph, byte[] more) throws OrtException, IOException, GraphoptException {
         try (SessionOptions options = new SessionOptions()) {
             adder.add(options);
             File file = new File(folder, graph);

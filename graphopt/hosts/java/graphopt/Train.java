@@ -1,6 +1,8 @@
 package graphopt;
 
+import ai.onnxruntime.OrtException;
 import java.io.File;
+import java.io.IOException;
 import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.util.Arrays;
@@ -11,21 +13,24 @@ import java.util.Map;
 public final class Train {
     private Train() {}
 
-    public static void main(String[] arguments) throws Exception {
+    public static void main(String[] arguments) {
         if (arguments.length < 6 || !arguments[2].matches("\\d{1,9}")) {
             System.err.println("expected: HOST BATCHES STEPS SAVED CHECKPOINT|- FEED=TYPE...");
             System.exit(1);
         }
-        int steps = Integer.parseInt(arguments[2]);
-        Map<String, Object> all = new LinkedHashMap<>();
+        try {
+            run(arguments, Integer.parseInt(arguments[2]));
+        } catch (GraphoptException | OrtException | IOException error) {
+            System.err.println("train: " + String.valueOf(error.getMessage()).replaceAll("\\p{Cntrl}", " "));
+            System.exit(1);
+        }
+    }
+
+    private static void run(String[] arguments, int steps) throws GraphoptException, OrtException, IOException {
+        Map<String, Object[]> all = new LinkedHashMap<>();
         for (String feed : Arrays.asList(arguments).subList(5, arguments.length)) {
             String[] parts = feed.split("=", 2);
-            ByteBuffer bytes = ByteBuffer.wrap(Bytes.read(new File(arguments[1], parts[0] + ".bin"))).order(ByteOrder.LITTLE_ENDIAN);
-            boolean isWhole = parts.length > 1 && parts[1].equals("int64");
-            Object numbers = isWhole ? (Object) new long[bytes.remaining() / 8] : new float[bytes.remaining() / 4];
-            if (isWhole) bytes.asLongBuffer().get((long[]) numbers);
-            else bytes.asFloatBuffer().get((float[]) numbers);
-            all.put(parts[0], numbers);
+            all.put(parts[0], numbers(parts[0], parts.length > 1 ? parts[1] : "none", Bytes.read(new File(arguments[1], parts[0] + ".bin")), steps));
         }
         String cache = System.getProperty("graphopt.cache");
         try (Trainer trainer = Trainer.open(new File(arguments[0]), cache == null ? null : new File(cache), "")) {
@@ -33,7 +38,7 @@ public final class Train {
             if (!arguments[4].equals("-")) trainer.load(new File(arguments[4]));
             Map<String, Object> batch = new LinkedHashMap<>();
             for (int step = 0; step < steps; step++) {
-                for (Map.Entry<String, Object> x : all.entrySet()) batch.put(x.getKey(), part(x.getValue(), step, steps));
+                for (Map.Entry<String, Object[]> x : all.entrySet()) batch.put(x.getKey(), x.getValue()[step]);
                 double loss = Double.NaN;
                 try {
                     loss = trainer.step(batch).get("loss")[0];
@@ -44,18 +49,27 @@ public final class Train {
             }
             System.out.println((float) trainer.evaluate(batch).get("loss")[0]);
             trainer.save(new File(arguments[3]));
-        } catch (GraphoptException error) {
-            System.err.println("train: " + error.getMessage());
-            System.exit(1);
         }
     }
 
-    private static Object part(Object numbers, int step, int steps) {
-        if (numbers instanceof long[]) {
-            int size = ((long[]) numbers).length / steps;
-            return Arrays.copyOfRange((long[]) numbers, step * size, (step + 1) * size);
+    /** The numbers of each step. */
+    private static Object[] numbers(String feed, String type, byte[] all, int steps) throws GraphoptException {
+        int size = Arrays.asList("float32", "int32").contains(type) ? 4 : Arrays.asList("float64", "int64").contains(type) ? 8 : 0;
+        if (size == 0) throw new GraphoptException(feed + ": expected float32, float64, int32 or int64, found " + type);
+        if (steps == 0 || all.length % (size * (long) steps) != 0)
+            throw new GraphoptException(feed + ".bin: expected as many numbers in each of " + steps + " steps, found " + all.length + " bytes of " + type);
+        Object[] found = new Object[steps];
+        ByteBuffer bytes = ByteBuffer.wrap(all).order(ByteOrder.LITTLE_ENDIAN);
+        for (int step = 0, count = all.length / steps / size; step < steps; step++) {
+            found[step] = type.equals("float32") ? new float[count] : type.equals("float64") ? new double[count] : type.equals("int32") ? new int[count] : new long[count];
+            for (int i = 0; i < count; i++)
+                switch (type) {
+                    case "float32": ((float[]) found[step])[i] = bytes.getFloat(); break;
+                    case "float64": ((double[]) found[step])[i] = bytes.getDouble(); break;
+                    case "int32": ((int[]) found[step])[i] = bytes.getInt(); break;
+                    default: ((long[]) found[step])[i] = bytes.getLong();
+                }
         }
-        int size = ((float[]) numbers).length / steps;
-        return Arrays.copyOfRange((float[]) numbers, step * size, (step + 1) * size);
+        return found;
     }
 }

@@ -11,12 +11,14 @@ import java.io.File;
 import java.io.IOException;
 import java.nio.ByteBuffer;
 import java.nio.charset.StandardCharsets;
+import java.nio.file.Files;
 import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.Collections;
 import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
+import java.util.Set;
 
 /** Trains from a folder of graphopt.export_hosts on ONNX Runtime. One thread at a time may call it. */
 public final class Trainer implements AutoCloseable {
@@ -32,13 +34,16 @@ public final class Trainer implements AutoCloseable {
     private final Bytes file; // of the state
     private final File cache;
     private final String device;
+    private final Map<String, String> hashes = new LinkedHashMap<>(); // of files, for the memory of the proof
     private OrtSession.Result last; // owns the state after a step
+    private boolean isClosed;
 
     /**
      * Opens a folder on the first of some providers whose step agrees with the proof.
      *
      * @param cache a folder that this program alone writes to, which remembers the proof; null compares each time
-     * @param device what the proof depends on beside files and the runtime, such as android.os.Build.FINGERPRINT
+     * @param device what else decides what is computed, beside files, processor, the runtime's version and the provider's
+     *     name: android.os.Build.FINGERPRINT, or options of a provider
      * @param providers in their order; none is the CPU
      */
     public static Trainer open(File folder, File cache, String device, Provider... providers) throws GraphoptException, OrtException, IOException {
@@ -56,8 +61,8 @@ public final class Trainer implements AutoCloseable {
             } catch (Unproven | OrtException error) {
                 trainer.close();
                 if (isLast) throw error;
-                told.add(order.get(i).name + ": " + error.getMessage() + ": " + order.get(i + 1).name + " computes it");
-            } catch (GraphoptException | IOException | RuntimeException error) {
+                told.add(order.get(i).name + ": " + String.valueOf(error.getMessage()).replaceAll("\\p{Cntrl}", " ") + ": " + order.get(i + 1).name + " computes it");
+            } catch (Throwable error) { // also an OutOfMemoryError: sessions hold memory that is not Java's
                 trainer.close();
                 throw error;
             }
@@ -69,7 +74,7 @@ public final class Trainer implements AutoCloseable {
         this.cache = cache;
         this.device = device;
         this.provider = provider;
-        host = object(Json.read(new String(read("host.json"), StandardCharsets.UTF_8)), "an object");
+        host = object(Json.read(new String(read("host.json"), StandardCharsets.UTF_8), "host.json"), "an object");
         if (!"graphopt.host".equals(host.get("format")) || !Long.valueOf(1).equals(host.get("version")))
             throw new GraphoptException("host.json: expected graphopt.host version 1, found another: write it with export_hosts");
         String first = String.valueOf(object(host.get("runtime"), "a runtime").get("onnxruntime")), found = environment.getVersion();
@@ -88,9 +93,21 @@ public final class Trainer implements AutoCloseable {
     /** The state of the folder and the defaults of hyperparameters. */
     private Map<String, OnnxTensor> initial() throws GraphoptException, OrtException {
         Map<String, OnnxTensor> made = stateOf(file, "state.safetensors");
-        for (Value x : hyperparameters)
-            if (x.initial instanceof Number) made.put(x.name, x.tensor(environment, new double[] {((Number) x.initial).doubleValue()}, new LinkedHashMap<>()));
+        try {
+            for (Value x : hyperparameters) if (x.initial instanceof Number) made.put(x.name, hyperparameter(x, ((Number) x.initial).doubleValue()));
+        } catch (Throwable error) {
+            closeAll(made.values());
+            throw error;
+        }
         return made;
+    }
+
+    private OnnxTensor hyperparameter(Value x, double number) throws GraphoptException, OrtException {
+        boolean isRate = x.name.endsWith("learning_rate");
+        double held = "float32".equals(x.kind) ? (float) number : number;
+        if (Double.isNaN(held) || Double.isInfinite(held) || (isRate && number < 0))
+            throw new GraphoptException("hyperparameter " + x.name + ": expected a finite number" + (isRate ? ", 0 or more" : "") + ", found " + number);
+        return x.tensor(environment, new double[] {number}, new LinkedHashMap<>());
     }
 
     private static int minor(String version) {
@@ -111,7 +128,7 @@ public final class Trainer implements AutoCloseable {
 
     private List<Value> values(String list) throws GraphoptException {
         List<Value> values = new ArrayList<>();
-        if (!(host.get(list) instanceof List)) throw new GraphoptException("host.json: expected " + list + ", found none");
+        if (!(host.get(list) instanceof List)) throw new GraphoptException("host.json: expected " + list + ", found none: write it with export_hosts again");
         for (Object entry : (List<?>) host.get(list)) values.add(new Value(entry));
         return values;
     }
@@ -139,11 +156,16 @@ public final class Trainer implements AutoCloseable {
 
     /** Opens a graph once, and compares it with the proof. */
     private OrtSession graph(String name) throws GraphoptException, OrtException, IOException {
-        OrtSession session = sessions.get(name);
-        if (session != null) return session;
-        session = openGraph(name, new byte[0]);
+        if (isClosed) throw new GraphoptException("trainer: expected an open one, found one that is closed: open the folder again");
+        if (sessions.containsKey(name)) return sessions.get(name);
+        OrtSession session = openGraph(name, new byte[0]);
+        try {
+            proofs.put(name, prove(name, session));
+        } catch (Throwable error) {
+            session.close();
+            throw error;
+        }
         sessions.put(name, session);
-        proofs.put(name, prove(name, session));
         return session;
     }
 
@@ -154,6 +176,23 @@ public final class Trainer implements AutoCloseable {
         return outputs;
     }
 
+    /** A hash of all that decides what a graph computes; null if a file cannot be read. */
+    private String fingerprint(String... files) {
+        StringBuilder facts = new StringBuilder();
+        for (String fact : new String[] {environment.getVersion(), provider.name, device, System.getProperty("os.arch"), System.getProperty("os.version"), Proof.processor()})
+            facts.append(fact).append('\n');
+        try {
+            for (String name : files) {
+                if (name == null) continue;
+                if (!hashes.containsKey(name)) hashes.put(name, Proof.hash(Files.newInputStream(new File(folder, name).toPath())));
+                facts.append(name).append(' ').append(hashes.get(name)).append('\n');
+            }
+            return Proof.hash(facts.toString());
+        } catch (IOException error) {
+            return null;
+        }
+    }
+
     private String prove(String name, OrtSession session) throws GraphoptException, OrtException, IOException {
         String path = fileOf("proof");
         if (path == null) return "not proven: the folder has no proof";
@@ -161,12 +200,10 @@ public final class Trainer implements AutoCloseable {
         File note = null;
         Map<String, OnnxTensor> given = new LinkedHashMap<>();
         try {
-            if (cache != null) {
-                List<String> files = new ArrayList<>(Arrays.asList("host.json", "state.safetensors", graph, path));
-                if (fileOf("weights") != null) files.add(fileOf("weights"));
-                note = Proof.note(cache, folder, files, environment.getVersion(), provider.name, device, name,
-                    System.getProperty("os.arch"), System.getProperty("os.version"));
-                if (note.isFile()) return "proven before";
+            String fingerprint = cache == null ? null : fingerprint("host.json", "state.safetensors", graph, path, fileOf("weights"));
+            if (fingerprint != null) {
+                note = new File(cache, "proof-" + name + "-" + fingerprint.substring(0, 2)); // 256 of each graph at most
+                if (isNoted(note, fingerprint)) return "proven before";
             }
             Bytes proof = new Bytes(read(path), path);
             given.putAll(initial()); // a graph may be opened after steps
@@ -183,7 +220,7 @@ public final class Trainer implements AutoCloseable {
                 found = differs == null ? null : (String) differs[1];
             }
             if (found == null) {
-                if (note != null && (cache.isDirectory() || cache.mkdirs())) note.createNewFile();
+                if (note != null) write(note, fingerprint);
                 return "proven";
             }
             if (name.equals("train") && fileOf("debug") != null) {
@@ -191,7 +228,7 @@ public final class Trainer implements AutoCloseable {
                 read.keySet().retainAll(session.getInputNames());
                 found += Proof.firstNode(this, new File(folder, fileOf("debug")), read);
             }
-        } catch (GraphoptException | RuntimeException error) {
+        } catch (GraphoptException | IOException | RuntimeException error) {
             return "not proven: " + error.getMessage();
         } finally {
             for (OnnxTensor tensor : given.values()) tensor.close();
@@ -199,21 +236,41 @@ public final class Trainer implements AutoCloseable {
         throw new Unproven("ONNX Runtime " + environment.getVersion() + ": " + graph + ": output " + found);
     }
 
-    /** Runs a graph on what it reads of some tensors. */
+    private static boolean isNoted(File note, String fingerprint) {
+        try {
+            return note.isFile() && note.length() == fingerprint.length() && new String(Bytes.read(note), StandardCharsets.UTF_8).equals(fingerprint);
+        } catch (IOException | GraphoptException error) {
+            return false;
+        }
+    }
+
+    private static void write(File note, String fingerprint) {
+        try {
+            if (note.getParentFile().isDirectory() || note.getParentFile().mkdirs()) Bytes.write(note, fingerprint.getBytes(StandardCharsets.UTF_8));
+        } catch (IOException error) { // a disk that is full or read-only: the next opening compares again
+        }
+    }
+
+    /** Runs a graph; of the given tensors, it takes those that are inputs of the graph. */
     private OrtSession.Result run(OrtSession session, String graph, Map<String, OnnxTensor> given, Iterable<String> outputs)
         throws OrtException, GraphoptException {
         Map<String, OnnxTensor> read = new LinkedHashMap<>();
         for (String name : session.getInputNames()) {
-            if (!given.containsKey(name)) throw new GraphoptException(graph + ": expected " + name + ", found none: feed it");
+            if (!given.containsKey(name)) throw new GraphoptException(graph + ": expected " + name + ", found none: " + (isHyperparameter(name) ? "set it" : "feed it"));
             read.put(name, given.get(name));
         }
-        java.util.Set<String> asked = new java.util.LinkedHashSet<>();
+        Set<String> asked = new java.util.LinkedHashSet<>();
         for (String name : outputs) {
             if (!session.getOutputNames().contains(name))
                 throw new GraphoptException(graph + ": expected an output " + name + ", found none: write it with export_hosts again");
             asked.add(name);
         }
         return session.run(read, asked);
+    }
+
+    private boolean isHyperparameter(String name) {
+        for (Value x : hyperparameters) if (x.name.equals(name)) return true;
+        return false;
     }
 
     /** What the proof says of each graph that is open: `proven`, `proven before`, or `not proven: ` and why. */
@@ -259,7 +316,7 @@ public final class Trainer implements AutoCloseable {
     public void set(String name, double number) throws GraphoptException, OrtException {
         for (Value x : hyperparameters) {
             if (!x.name.equals(name)) continue;
-            OnnxTensor old = current.put(name, x.tensor(environment, new double[] {number}, new LinkedHashMap<>()));
+            OnnxTensor old = current.put(name, hyperparameter(x, number));
             if (old != null) old.close();
             return;
         }
@@ -273,14 +330,20 @@ public final class Trainer implements AutoCloseable {
         List<String> outputs = compared("train");
         if (!outputs.contains(check)) outputs.add(check);
         OrtSession.Result found = fed("train", session, batch, outputs);
-        double sum = numbers(found, check)[0];
-        if (Double.isNaN(sum) || Double.isInfinite(sum)) {
-            found.close();
-            throw new NotFinite("step: expected a finite loss and state, found " + sum + ": the state is as before; look at the batch");
-        }
         Map<String, double[]> told = new LinkedHashMap<>();
-        for (String name : names("train", "reports")) told.put(name, numbers(found, name));
-        for (Value x : state) put(x.name, (OnnxTensor) found.get(x.next).get());
+        Map<String, OnnxTensor> next = new LinkedHashMap<>();
+        try {
+            double[] sum = numbers(found, check);
+            if (sum.length != 1) throw new GraphoptException("train.onnx: output " + check + ": expected one number, found " + sum.length + ": write it with export_hosts again");
+            if (Double.isNaN(sum[0]) || Double.isInfinite(sum[0]))
+                throw new NotFinite("step: expected a finite loss and state, found " + sum[0] + ": the state is as before; look at the batch");
+            for (String name : names("train", "reports")) told.put(name, numbers(found, name));
+            for (Value x : state) next.put(x.name, (OnnxTensor) found.get(x.next).get());
+        } catch (Throwable error) {
+            found.close();
+            throw error;
+        }
+        for (Map.Entry<String, OnnxTensor> x : next.entrySet()) put(x.getKey(), x.getValue());
         if (last != null) last.close();
         last = found;
         return told;
@@ -341,22 +404,26 @@ public final class Trainer implements AutoCloseable {
     /** The state in a file, as tensors. */
     private Map<String, OnnxTensor> stateOf(Bytes from, String path) throws GraphoptException, OrtException {
         Map<String, OnnxTensor> made = new LinkedHashMap<>();
+        Set<Object> unknown = from.names();
+        for (Value x : state) unknown.remove(x.name);
+        for (Object name : unknown)
+            throw new GraphoptException(path + ": state " + name + ": expected none of this name, found one: take a checkpoint of this training graph");
         try {
             for (Value x : state) {
                 long[] dims = x.sizes();
                 int expected = x.type.size;
                 for (long size : dims) expected *= (int) size;
-                String type = from.type(x.name);
-                if (type == null || !type.equals(x.stored()))
-                    throw new GraphoptException(path + ": state " + x.name + ": expected " + x.kind + ", found " + type + ": take a checkpoint of this training graph");
+                String own = x.stored() + " " + x.shape, found = from.property(x.name, "dtype") + " " + from.property(x.name, "shape");
+                if (!own.equals(found))
+                    throw new GraphoptException(path + ": state " + x.name + ": expected " + own + ", found " + found + ": take a checkpoint of this training graph");
                 ByteBuffer numbers = from.numbers(x.name);
                 if (numbers.remaining() != expected)
                     throw new GraphoptException(path + ": state " + x.name + ": expected " + expected + " bytes, found " + numbers.remaining()
                         + ": take a checkpoint of this training graph");
                 made.put(x.name, x.tensor(environment, numbers, dims));
             }
-        } catch (GraphoptException | OrtException error) {
-            for (OnnxTensor tensor : made.values()) tensor.close();
+        } catch (Throwable error) {
+            closeAll(made.values());
             throw error;
         }
         return made;
@@ -401,16 +468,28 @@ public final class Trainer implements AutoCloseable {
         }
     }
 
+    private static void closeAll(Iterable<OnnxTensor> tensors) {
+        for (OnnxTensor tensor : tensors) tensor.close();
+    }
+
     @Override
     public void close() throws OrtException {
-        for (OrtSession session : sessions.values()) session.close();
+        isClosed = true;
         if (last != null) {
-            for (Value x : state) current.remove(x.name); // which it owns
+            for (Value x : state) current.remove(x.name); // the result of the last step owns them
             last.close();
         }
-        for (OnnxTensor tensor : current.values()) tensor.close();
-        sessions.clear();
+        closeAll(current.values());
         current.clear();
         last = null;
+        OrtException first = null;
+        for (OrtSession session : sessions.values())
+            try {
+                session.close();
+            } catch (OrtException error) {
+                first = first == null ? error : first;
+            }
+        sessions.clear();
+        if (first != null) throw first;
     }
 }

@@ -64,7 +64,7 @@ final class Value {
 
     /** A tensor of bytes, in the order of safetensors, which is that of the machine. */
     OnnxTensor tensor(OrtEnvironment environment, ByteBuffer bytes, long... dims) throws OrtException, GraphoptException {
-        if (ByteOrder.nativeOrder() != ByteOrder.LITTLE_ENDIAN) throw new GraphoptException("expected a little-endian machine");
+        if (ByteOrder.nativeOrder() != ByteOrder.LITTLE_ENDIAN) throw new GraphoptException("this machine: expected one that is little-endian, found another: train on one");
         ByteBuffer own = ByteBuffer.allocateDirect(bytes.remaining()).order(ByteOrder.nativeOrder());
         own.put(bytes.duplicate()).rewind();
         return OnnxTensor.createTensor(environment, own, dims, type());
@@ -92,7 +92,7 @@ final class Value {
             if (tensor.getInfo().type != type() || (shape != null && dims.length != shape.size()))
                 throw new GraphoptException(described(sizes) + ", found " + tensor.getInfo().type + " " + Arrays.toString(dims));
             for (int i = 0; shape != null && i < dims.length; i++) agree(i, dims, sizes);
-            if (tensor.getInfo().type == OnnxJavaType.INT64 || tensor.getInfo().type == OnnxJavaType.INT32) check(Numbers.of(tensor));
+            if (low > Double.NEGATIVE_INFINITY) check(Numbers.of(tensor));
             return tensor;
         }
         int count = length(fed);
@@ -110,8 +110,9 @@ final class Value {
         if ((open >= 0 ? known * dims[open] : known) != count || known <= 0)
             throw new GraphoptException(described(sizes) + ", found " + told(fed) + ": feed whole rows");
         if (open >= 0 && shape.get(open) instanceof String) sizes.put((String) shape.get(open), dims[open]);
-        ByteBuffer bytes = ByteBuffer.allocateDirect(count * type().size).order(ByteOrder.nativeOrder());
-        for (int i = 0; i < count; i++) put(bytes, fed, i);
+        if ((long) count * type().size > Integer.MAX_VALUE) throw new GraphoptException(described(sizes) + " below 2 GB, found " + told(fed) + ": feed fewer rows");
+        ByteBuffer bytes = ByteBuffer.allocateDirect(count * type.size).order(ByteOrder.nativeOrder());
+        put(bytes, fed, count);
         bytes.rewind();
         check(bytes);
         return OnnxTensor.createTensor(environment, bytes, dims, type);
@@ -139,27 +140,31 @@ final class Value {
         return fed == null ? "none" : length(fed) >= 0 ? length(fed) + " numbers" : fed.getClass().getSimpleName();
     }
 
-    private void put(ByteBuffer bytes, Object fed, int i) throws GraphoptException {
-        double x = fed instanceof float[] ? ((float[]) fed)[i] : fed instanceof double[] ? ((double[]) fed)[i]
-            : fed instanceof int[] ? ((int[]) fed)[i] : ((long[]) fed)[i];
+    private void put(ByteBuffer bytes, Object fed, int count) throws GraphoptException {
         double least = type == OnnxJavaType.UINT8 || type == OnnxJavaType.BOOL ? 0 : -Math.pow(2, 8 * type.size - 1);
         double most = type == OnnxJavaType.BOOL ? 1 : type == OnnxJavaType.UINT8 ? 255 : -least - 1;
-        if (type == OnnxJavaType.FLOAT) bytes.putFloat((float) x);
-        else if (type == OnnxJavaType.DOUBLE) bytes.putDouble(x);
-        else if (type == OnnxJavaType.FLOAT16 || type == OnnxJavaType.BFLOAT16) bytes.putShort(Numbers.narrow(type, (float) x));
-        else if (x != Math.rint(x) || x < least || x > most) throw new GraphoptException(name + ": expected a whole number of " + kind + ", found " + x);
-        else if (type == OnnxJavaType.INT64) bytes.putLong(fed instanceof long[] ? ((long[]) fed)[i] : (long) x);
-        else if (type == OnnxJavaType.INT32) bytes.putInt((int) x);
-        else if (type == OnnxJavaType.INT16) bytes.putShort((short) x);
-        else bytes.put((byte) (int) x);
+        if (type == OnnxJavaType.FLOAT && fed instanceof float[]) bytes.asFloatBuffer().put((float[]) fed);
+        else if (type == OnnxJavaType.INT64 && fed instanceof long[]) bytes.asLongBuffer().put((long[]) fed);
+        else for (int i = 0; i < count; i++) {
+            double x = fed instanceof float[] ? ((float[]) fed)[i] : fed instanceof double[] ? ((double[]) fed)[i]
+                : fed instanceof int[] ? ((int[]) fed)[i] : ((long[]) fed)[i];
+            if (type == OnnxJavaType.FLOAT) bytes.putFloat((float) x);
+            else if (type == OnnxJavaType.DOUBLE) bytes.putDouble(x);
+            else if (type == OnnxJavaType.FLOAT16 || type == OnnxJavaType.BFLOAT16) bytes.putShort(Numbers.narrow(type, x));
+            else if (x != Math.rint(x) || x < least || x > most) throw new GraphoptException(name + ": expected a whole number of " + kind + ", found " + x);
+            else if (type == OnnxJavaType.INT64) bytes.putLong((long) x);
+            else if (type == OnnxJavaType.INT32) bytes.putInt((int) x);
+            else if (type == OnnxJavaType.INT16) bytes.putShort((short) x);
+            else bytes.put((byte) (int) x);
+        }
     }
 
     private void check(ByteBuffer bytes) throws GraphoptException {
         if (low == Double.NEGATIVE_INFINITY && high == Double.POSITIVE_INFINITY) return;
         for (int i = 0; i < bytes.remaining() / type.size; i++) {
             double x = Numbers.at(bytes, type, i);
-            if ((x < low || x > high) && x != ignored)
-                throw new GraphoptException(name + ": expected labels " + (long) low + " to " + (long) high + ", found " + (long) x);
+            if (!(x >= low && x <= high) && x != ignored)
+                throw new GraphoptException(name + ": expected labels " + (long) low + " to " + (long) high + ", found " + (x == (long) x ? "" + (long) x : "" + x));
         }
     }
 }

@@ -3,7 +3,11 @@ package graphopt.phone;
 import ai.onnxruntime.OrtException;
 import graphopt.GraphoptException;
 import graphopt.Trainer;
+import java.io.File;
 import java.io.IOException;
+import java.nio.charset.StandardCharsets;
+import java.nio.file.Files;
+import java.nio.file.StandardCopyOption;
 import java.util.ArrayList;
 import java.util.Collections;
 import java.util.LinkedHashMap;
@@ -50,7 +54,9 @@ public final class Classifier {
     }
 
     /** Adds a picture of a class. */
-    public void add(String name, float[] numbers) throws GraphoptException {
+    public void add(String given, float[] numbers) throws GraphoptException {
+        String name = given.replaceAll("\\p{Cntrl}", " ").trim(); // a file of names has a line for each
+        if (name.isEmpty()) throw new GraphoptException("class: expected a name, found none: write one");
         if (!classes.contains(name)) {
             if (classes.size() > trainer.most(target))
                 throw new GraphoptException(name + ": expected at most " + classes.size() + " classes, which the network has, found another");
@@ -63,13 +69,30 @@ public final class Classifier {
         counts.put(name, count + 1);
     }
 
-    /** The names of classes in the order of their numbers, which a checkpoint needs beside it. */
+    /** The names of classes in the order of their numbers. */
     public List<String> classes() {
         return Collections.unmodifiableList(classes);
     }
 
-    public void names(List<String> known) {
-        for (String name : known) if (!classes.contains(name)) classes.add(name);
+    /**
+     * Writes a checkpoint and, before it, the names of its classes. Names are only added, so that those of a later moment
+     * also fit the checkpoint of an earlier one, if the app is killed between the two.
+     */
+    public void save(File checkpoint, File names) throws GraphoptException, IOException {
+        if (classes.isEmpty()) throw new GraphoptException("save: expected a class, found none: add pictures");
+        File part = new File(names.getPath() + ".part");
+        Files.write(part.toPath(), classes, StandardCharsets.UTF_8);
+        Files.move(part.toPath(), names.toPath(), StandardCopyOption.REPLACE_EXISTING);
+        trainer.save(checkpoint);
+    }
+
+    /** Goes on from what `save` has written. */
+    public void load(File checkpoint, File names) throws GraphoptException, OrtException, IOException {
+        List<String> known = Files.readAllLines(names.toPath(), StandardCharsets.UTF_8);
+        if (known.isEmpty() || known.contains("") || known.size() - 1 > trainer.most(target))
+            throw new GraphoptException(names + ": expected names of 1 to " + (long) (trainer.most(target) + 1) + " classes, found " + known + ": delete it");
+        trainer.load(checkpoint);
+        classes.addAll(known);
     }
 
     public String counted() {
@@ -78,6 +101,7 @@ public final class Classifier {
 
     /** Trains once on each picture that is not held out, and returns the mean loss. Bad batches are left out. */
     public double epoch() throws GraphoptException, OrtException, IOException {
+        if (counts.size() < 2) throw new GraphoptException("train: expected pictures of two classes, found " + counts.keySet() + ": add them");
         List<Integer> order = new ArrayList<>();
         for (int i = 0; i < pictures.size(); i++) order.add(i);
         Collections.shuffle(order, random);

@@ -25,11 +25,9 @@ import graphopt.Trainer;
 import java.io.File;
 import java.io.IOException;
 import java.io.InputStream;
-import java.nio.charset.StandardCharsets;
 import java.nio.file.Files;
 import java.nio.file.StandardCopyOption;
 import java.util.ArrayList;
-import java.util.Arrays;
 import java.util.Collections;
 import java.util.List;
 import java.util.Locale;
@@ -63,10 +61,14 @@ public final class MainActivity extends Activity {
         worker.execute(() -> {
             try {
                 task.run();
-            } catch (Exception error) {
-                say(error.getMessage());
+            } catch (Exception | OutOfMemoryError error) {
+                say(error);
             }
         });
+    }
+
+    private void say(Throwable error) {
+        say(error.getMessage() == null ? error.toString() : error.getMessage());
     }
 
     private void say(String line) {
@@ -86,6 +88,7 @@ public final class MainActivity extends Activity {
         providers = spinner(names);
         name = new EditText(this);
         name.setHint(R.string.class_name);
+        name.setSingleLine();
         log = new TextView(this);
         ScrollView scroll = new ScrollView(this);
         scroll.addView(log);
@@ -114,7 +117,7 @@ public final class MainActivity extends Activity {
             try {
                 action.run();
             } catch (RuntimeException error) { // a device without a camera or a gallery
-                say(error.getMessage());
+                say(error);
             }
         });
         return button;
@@ -143,18 +146,19 @@ public final class MainActivity extends Activity {
         int provider = providers.getSelectedItemPosition();
         work(() -> {
             open(chosen, provider);
-            List<Bitmap> pictures = new ArrayList<>();
-            if (taken != null) pictures.add(taken);
-            for (Uri uri : uris) pictures.add(decoded(uri));
-            for (Bitmap picture : pictures) {
-                float[] numbers = classifier.numbers(pixels(picture));
-                if (request == ONE) {
-                    int found = classifier.predict(numbers);
-                    say(found < classifier.classes().size() ? classifier.classes().get(found) : "class " + found);
-                } else classifier.add(label, numbers);
-            }
+            if (taken != null) take(taken, request, label);
+            for (Uri uri : uris) take(decoded(uri), request, label); // one at a time: a picture can have 200 MB
             if (request != ONE) say("pictures: " + classifier.counted());
         });
+    }
+
+    private void take(Bitmap picture, int request, String label) throws Exception {
+        float[] numbers = classifier.numbers(pixels(picture));
+        picture.recycle();
+        if (request == ONE) {
+            int found = classifier.predict(numbers);
+            say(found < classifier.classes().size() ? classifier.classes().get(found) : "class " + found);
+        } else classifier.add(label, numbers);
     }
 
     private Bitmap decoded(Uri uri) throws IOException {
@@ -193,11 +197,10 @@ public final class MainActivity extends Activity {
             classifier = new Classifier(opened);
             File saved = checkpoint(chosen), names = names(chosen);
             if (saved.isFile() && names.isFile()) {
-                opened.load(saved);
-                classifier.names(Arrays.asList(new String(Files.readAllBytes(names.toPath()), StandardCharsets.UTF_8).split("\n")));
+                classifier.load(saved, names);
                 say("goes on from " + saved.getName());
             }
-        } catch (Exception error) {
+        } catch (Throwable error) {
             opened.close();
             throw error;
         }
@@ -240,9 +243,11 @@ public final class MainActivity extends Activity {
     }
 
     private void save() throws Exception {
-        if (trainer == null) return;
-        Files.write(names(network).toPath(), String.join("\n", classifier.classes()).getBytes(StandardCharsets.UTF_8));
-        trainer.save(checkpoint(network));
+        if (trainer == null) {
+            say("save: expected a class, found none: add pictures");
+            return;
+        }
+        classifier.save(checkpoint(network), names(network));
         say("saved to " + getFilesDir());
     }
 
