@@ -8,9 +8,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
+import safetensors.numpy
 from PIL import Image
 from test_hosts_javascript import CHROMIUM, TESTS, javascript
 
@@ -92,13 +96,71 @@ def test_a_wrong_choice_is_told(said: object, message: str) -> None:
     assert message in str(error.value), error.value
 
 
-def test_a_model_that_does_not_fit_is_told() -> None:
+def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     outside = onnx.load_from_string(MODEL)
-    onnx.external_data_helper.set_external_data(outside.graph.initializer[0], "/etc/passwd", 0, 16)
+    (tmp_path / "secret").write_bytes(bytes(128))  # as many as the weight has
+    onnx.external_data_helper.set_external_data(outside.graph.initializer[0], str(tmp_path / "secret"), 0, 128)
     outside.graph.initializer[0].ClearField("raw_data")
-    for model, message in ((b"PK", "expected an ONNX model"), (outside.SerializeToString(), "expected 128 bytes")):
+    for model, message in (
+        (b"PK", "expected an ONNX model"),
+        (outside.SerializeToString(), "expected its numbers in the model's file, found them in '.*secret'"),
+        (classifier("Sigmoid"), "found a Sigmoid"),
+        (classifier("Sigmoid", "Identity", "Clip"), "found a Sigmoid"),
+        (growing(10**8), "expected constants of at most .* bytes in the model, found"),
+    ):
         with pytest.raises(GraphoptError, match=message):
             compile_for_page(model, Choice(outputs=3))
+
+
+def classifier(*operators: str, first: str = "") -> bytes:
+    """Return a linear classifier of 3 classes with operators behind it, and its classes as the first output."""
+    helper, shape = onnx.helper, ("batch", 3)
+    nodes = [helper.make_node("Gemm", ["x", "w"], ["y0"])]
+    nodes += [helper.make_node(name, [f"y{i}"], [f"y{i + 1}"]) for i, name in enumerate(operators)]
+    outputs = [helper.make_tensor_value_info(f"y{len(operators)}", onnx.TensorProto.FLOAT, shape)]
+    if first:
+        nodes.append(helper.make_node("ArgMax", ["y0"], [first], axis=1, keepdims=0))
+        outputs.insert(0, helper.make_tensor_value_info(first, onnx.TensorProto.INT64, shape[:1]))
+    weight = onnx.numpy_helper.from_array(np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32), "w")
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ("batch", 4))
+    return onnx_file(nodes, x, outputs, [weight])
+
+
+def growing(numbers: int) -> bytes:
+    """Return a small file that asks for a constant of so many numbers."""
+    helper = onnx.helper
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", 1)) for name in "xy")
+    weights = [
+        onnx.numpy_helper.from_array(a, name) for name, a in (("w", np.ones((1, 1), "f")), ("n", np.array([numbers])))
+    ]
+    nodes = [
+        helper.make_node("ConstantOfShape", ["n"], ["c"]),
+        helper.make_node("ReduceSum", ["c"], ["sum"]),
+        helper.make_node("Gemm", ["x", "w", "sum"], ["y"]),
+    ]
+    return onnx_file(nodes, x, [y], weights)
+
+
+def onnx_file(nodes: Any, x: Any, outputs: Any, weights: Any) -> bytes:
+    graph = onnx.helper.make_graph(nodes, "graph", [x], outputs, weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("behind", [("Softmax",), ("Softmax", "Identity"), ("Softmax", "Clip", "Flatten")])
+@pytest.mark.filterwarnings("error")
+def test_probabilities_are_not_taken_for_logits(behind: tuple[str, ...]) -> None:
+    """The loss is that of the softmax of the products, as PyTorch computes it."""
+    torch = pytest.importorskip("torch")
+    files = compile_for_page(classifier(*behind), Choice(outputs=3))
+    state = safetensors.numpy.load(files["state.safetensors"])
+    x, target = np.eye(4, dtype=np.float32) * 3, np.array([0, 1, 2, 0])
+    session = onnxruntime.InferenceSession(files["evaluate.onnx"], providers=["CPUExecutionProvider"])
+    feeds = {"x": x, "target": target, **state}
+    found = session.run(["loss"], {each.name: feeds[each.name] for each in session.get_inputs()})[0]
+    logits = torch.from_numpy(x @ state["w"])
+    expected = torch.nn.functional.cross_entropy(logits, torch.from_numpy(target))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
 
 
 @pytest.fixture(name="server")
@@ -115,7 +177,7 @@ def answer(
     server: PageServer, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
 ) -> tuple[int, bytes]:
     """Return the status and the content of an answer to exactly these headers."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=120)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, values in headers.items():
         for value in values.split("\n"):
@@ -195,6 +257,47 @@ def test_the_server_answers_its_page_alone(server: PageServer) -> None:
         assert status == 422 and message in text and "\n" not in text, text
     assert answer(server, "OPTIONS", "/compile", {"Host": host, "Origin": "http://evil.example"})[0] == 501
     assert post()[0] == 200  # it goes on
+
+
+def begun(server: PageServer, model: bytes, more: int = 0) -> socket.socket:
+    """Return a connection on which a page has sent a model, of which it said that it has `more` bytes."""
+    host = f"127.0.0.1:{server.server_port}"
+    lines = [
+        "POST /compile HTTP/1.1",
+        f"Host: {host}",
+        f"Origin: http://{host}",
+        f"Authorization: Bearer {server.token}",
+        f"Content-Length: {len(model) + more}",
+        'graphopt-choice: {"outputs": 3}',
+    ]
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=120)
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + model)
+    return connection
+
+
+@needs_runtime
+def test_large_and_cut_requests_are_answered(server: PageServer) -> None:
+    headers = {"Host": f"127.0.0.1:{server.server_port}", "Content-Length": str(2**24)}
+    status, text = answer(server, "POST", "/compile", headers, bytes(2**24))
+    assert status == 403 and b"expected the token of its address" in text
+    with begun(server, MODEL, more=50) as cut:  # such a file may be a whole, other model
+        cut.shutdown(socket.SHUT_WR)
+        assert cut.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+@needs_runtime
+def test_a_compilation_ends(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ends when its page is closed, and after a while."""
+    long, start = classifier(*["Tanh"] * 5000), time.monotonic()
+    begun(server, long).close()
+    monkeypatch.setattr("graphopt.hosts.server.COMPILE_SECONDS", 2)
+    with begun(server, long) as connection:
+        text = connection.recv(10_000)
+        assert text.startswith(b"HTTP/1.1 500 ") and b"expected one that compiles within 2 s" in text
+    assert time.monotonic() - start < 20  # the first would take longer
+    assert not server.one_at_a_time.locked() and capfd.readouterr().err == ""
 
 
 def test_the_command_tells_what_it_needs(
