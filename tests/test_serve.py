@@ -30,6 +30,7 @@ import graphopt
 import passes
 from graphopt import cli, models
 from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import labels_in
 from graphopt.hosts.for_page import Choice, compile_for_page
 from graphopt.hosts.server import MOST_BYTES, PageServer
 
@@ -303,6 +304,9 @@ def test_a_compilation_ends(
 def test_the_command_tells_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folders = [ROOT / "graphopt" / "hosts" / name for name in ("javascript", "web")]
+    names = [path.name for folder in folders for path in folder.iterdir()]
+    assert len({*names}) == len(names)  # the page's addresses
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve"]) == 1
     assert "npm install onnxruntime-web" in capsys.readouterr().err
@@ -389,6 +393,11 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any], dict[str, Any]]] 
         {"trains": "all", "rate": 0.01, "batch": 20, "epochs": 4},
         {"loss": passes.CrossEntropy(), "optimizer": passes.AdamW(0.01)},
     ),
+    "table of classes, of a file with labels first": (
+        lambda path: path.write_bytes(classifier("Softmax", first="label")) and None,
+        {"trains": "all", "rate": 0.01, "batch": 20, "epochs": 2},
+        {"loss": passes.CrossEntropy(output="y1", from_logits=False), "optimizer": passes.AdamW(0.01)},
+    ),
     "table of numbers": (
         lambda path: graphopt.save(models.mlp((4,), 1, hidden=[12]), path),
         {"trains": "all", "rate": 0.01, "batch": 7, "epochs": 3, "optimizer": "sgd"},
@@ -442,9 +451,11 @@ def test_the_page_trains_as_python_does(name: str, server: PageServer, tmp_path:
             batch = {key: array[order[start : start + fields["batch"]]] for key, array in arrays.items()}
             losses.append(float(executor.step(dict(zip(step_feeds(step), batch.values(), strict=True)))["loss"]))
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-4)
-    (read,) = (x.name for x in graphopt.load(tmp_path / "net.trained.onnx").graph.inputs)
-    (expected,) = graphopt.run(executor.trained(), {read: arrays["x"]}).values()
-    (predicted,) = graphopt.run(tmp_path / "net.trained.onnx", {read: arrays["x"]}).values()
+    trained_model = graphopt.load(tmp_path / "net.trained.onnx")
+    assert labels_in(trained_model) == (None if "numbers" in name else LABELS)
+    (read,) = (x.name for x in trained_model.graph.inputs)
+    *_, expected = graphopt.run(executor.trained(), {read: arrays["x"]}).values()
+    *_, predicted = graphopt.run(tmp_path / "net.trained.onnx", {read: arrays["x"]}).values()
     np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-4)
     held_out, (_, measured) = np.arange(4, len(arrays["x"]), 5), found["measured"][-1]
     right = expected[held_out].argmax(axis=-1) == arrays["target"][held_out]
@@ -460,8 +471,8 @@ def test_the_page_tells_what_does_not_fit(server: PageServer, tmp_path: Path) ->
         pytest.skip(f"needs Chromium at {CHROMIUM}")
     (tmp_path / "net.onnx").write_bytes(MODEL)
     write_pictures(tmp_path / "pictures")
-    files = (tmp_path / "net.onnx", tmp_path / "pictures", tmp_path / "none.onnx")
-    for fields, message in (
+    write_table(tmp_path / "rows.csv", classes=True)
+    cases: list[tuple[dict[str, object], str]] = [
         (
             {"trains": "all"},
             "the model: expected an input of pictures, [rows, channels, height, width], found [batch,4]",
@@ -469,9 +480,49 @@ def test_the_page_tells_what_does_not_fit(server: PageServer, tmp_path: Path) ->
         ({"trains": "lora", "rank": 9}, "rank"),
         ({"loss-kind": "mean_squared_error"}, "Loss: expected numbers in the target, found classes"),
         ({"rate": 0}, "Learning rate: expected a number above 0, found 0"),
-    ):
+        ({"target": "b"}, "table: row 2: column 'target': expected a number, found 'ant'"),
+    ]
+    for fields, message in cases:
+        files = (
+            tmp_path / "net.onnx",
+            tmp_path / ("rows.csv" if "target" in fields else "pictures"),
+            tmp_path / "none",
+        )
         found = javascript("in_served_page.js", server.address, *files, json.dumps(fields))
         assert message in found["status"] and found["errors"] == found["losses"] == [], found
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a,t\n1,1.0\n2,1\n3, 2\n", {"labels": ["1", "2"], "classes": [0, 0, 1]}),
+        ('"a;b",t\n1,x\n2,y\n', {"labels": ["x", "y"], "classes": [0, 1]}),
+        ("a,t\n1,1.5\n2,\n3,2.5\n", "row 3: column 't': expected a number, found '': fill it in, or leave the row out"),
+        ("a,t\n1,1.5\n2,NA\n3,2.5\n", "row 3: column 't': expected a number, found 'NA'"),
+        ("a,t\n1,x\n2,\n3,y\n", "row 3: column 't': expected a class, found ''"),
+        ("a,t\n1,0\n2,0\n", "column 't': expected two different cells or more, found '0' alone"),
+        ('a,t\n1,"x\n2,y\n3,z\n', "row 2: expected a closing quote, found none"),
+        ("a,t\n" + "".join(f"1,k{i}\n" for i in range(10001)), "expected at most 10000 classes, found 10001"),
+    ],
+)
+def test_a_table_is_read_or_refused(text: str, expected: dict[str, object] | str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    module = (ROOT / "graphopt" / "hosts" / "web" / "rows.js").as_uri()
+    program = f"""
+import {{ readFileSync }} from "node:fs";
+import {{ table, withTarget }} from "{module}";
+try {{
+  const {{ labels, classes }} = withTarget(table(readFileSync("rows.csv", "utf8")), "t");
+  console.log(JSON.stringify({{ labels, classes }}));
+}} catch ({{ message }}) {{
+  console.log(JSON.stringify(message));
+}}"""
+    command = ["node", "--input-type=module", "--eval", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert expected in found if isinstance(expected, str) else found == expected, found
 
 
 def step_feeds(step: ir.Model) -> list[str]:

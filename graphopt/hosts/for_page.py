@@ -30,7 +30,7 @@ from graphopt.hosts.export import export_hosts
 from graphopt.intervals import within
 from graphopt.runtime.checkpoint import state_bytes
 
-LIMITS = Limits(nodes=20_000, constant_bytes=2**27)
+LIMITS = Limits(nodes=20_000, constant_bytes=2**25)
 MOST_BYTES = 2**31  # of an answer
 REFUSED = 3  # the exit status where the output is an error's line
 
