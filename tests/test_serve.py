@@ -482,6 +482,11 @@ def test_the_page_tells_what_does_not_fit(server: PageServer, tmp_path: Path) ->
         ({"rate": 0}, "Learning rate: expected a number above 0, found 0"),
         ({"target": "b"}, "table: row 2: column 'target': expected a number, found 'ant'"),
     ]
+    (tmp_path / "long.onnx").write_bytes(classifier(*["Tanh"] * 4000))
+    stopped = javascript(
+        "in_served_page.js", server.address, tmp_path / "long.onnx", tmp_path / "rows.csv", "none", '{"stops": true}'
+    )
+    assert stopped["status"] == "Stopped." and stopped["errors"] == [], stopped
     for fields, message in cases:
         files = (
             tmp_path / "net.onnx",
