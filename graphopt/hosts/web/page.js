@@ -151,7 +151,7 @@ async function open({ batch, epochs, ...choice }) {
       stepsPerCall: TOGETHER,
     });
     const target = feeds.find(({ role }) => role === "target");
-    [trainer, rows, initial] = [opened, rowsOf(data, input.name, target.name, ...read, others.loss), await opened.save()];
+    [trainer, rows, initial] = [opened, rowsOf(data, input, target.name, ...read, others.loss), await opened.save()];
     compiled = key;
     tellWhat();
     await measure();
@@ -160,14 +160,15 @@ async function open({ batch, epochs, ...choice }) {
 }
 
 /** Return the rows that train and those that are held out, and a function that returns a batch of some. */
-function rowsOf(data, input, target, width, numbers, loss) {
+function rowsOf(data, input, target, dims, numbers, loss) {
+  const width = dims.reduce((a, b) => a * b, 1);
   const all = Array.from({ length: data.count }, (_, i) => i);
   const isHeldOut = (i) => data.count >= FEWEST && i % HELD_OUT === HELD_OUT - 1;
   const ofClasses = loss === "cross_entropy";
   const feed = (some) => {
     const x = new Float32Array(some.length * width);
     some.forEach((row, i) => x.set(numbers.subarray(row * width, (row + 1) * width), i * width));
-    return { [input]: x };
+    return { [input.name]: input.type === "float32" ? new ort.Tensor("float32", x, [some.length, ...dims]) : x };
   };
   return {
     ofClasses,

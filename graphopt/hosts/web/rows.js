@@ -111,17 +111,18 @@ export function withTarget(data, target) {
   };
 }
 
-/** Return the features of each row in the shape that a model takes, as [numbers of a row, all numbers]. */
+const sizeOf = (dims) => dims.reduce((a, b) => a * b, 1);
+
+/** Return the features of each row in the shape that a model takes, as [sizes of a row, all numbers]. */
 export async function features(data, shape, pixels, progress) {
   if (data.kind === "table") {
-    const known = shape.slice(1).filter(Number.isInteger).reduce((a, b) => a * b, 1);
-    const isOpen = shape.slice(1).some((size) => !Number.isInteger(size));
-    const width = isOpen && data.width % known === 0 ? data.width : known;
-    if (width !== data.width)
+    const known = sizeOf(shape.slice(1).filter(Number.isInteger));
+    const dims = shape.slice(1).map((size) => (Number.isInteger(size) ? size : data.width / known)); // of which one may be open
+    if (sizeOf(dims) !== data.width || !dims.every(Number.isInteger))
       throw new Error(
-        `table: expected ${width} columns beside the target, as the model takes, found ${data.width}: leave out or add some`,
+        `table: expected ${known} columns beside the target, as the model takes, found ${data.width}: leave out or add some`,
       );
-    return [width, data.numbers];
+    return [dims, data.numbers];
   }
   if (shape.length !== 4) throw new Error(`the model: expected an input of pictures, [rows, channels, height, width], found [${shape}]`);
   const isFirst = [1, 3].includes(shape[1]) || ![1, 3].includes(shape[3]); // channels
@@ -136,7 +137,7 @@ export async function features(data, shape, pixels, progress) {
     all.set(await picture(file, size, channels, isFirst, PIXELS[pixels]), i * of);
     if (i % 16 === 15) await progress(i + 1);
   }
-  return [of, all];
+  return [isFirst ? [channels, size[1], size[0]] : [size[1], size[0], channels], all];
 }
 
 /** Return a picture as numbers: as large as it fits over the size, its middle, each channel less a mean by a scale. */
