@@ -113,6 +113,12 @@ def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
             compile_for_page(model, Choice(outputs=3))
 
 
+def test_a_large_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt.hosts.for_page.MOST_BYTES", 1000)
+    with pytest.raises(GraphoptError, match="expected at most 1,000 bytes of graphs and state, found"):
+        compile_for_page(MODEL, Choice(outputs=3))
+
+
 def classifier(*operators: str, first: str = "", width: int | str = 4) -> bytes:
     """Return a linear classifier of 3 classes with operators behind it, and its classes as the first output."""
     helper, shape = onnx.helper, ("batch", 3)
@@ -283,22 +289,25 @@ def test_large_and_cut_requests_are_answered(server: PageServer) -> None:
     assert status == 403 and b"expected the token of its address" in text
     with begun(server, MODEL, more=50) as cut:  # such a file may be a whole, other model
         cut.shutdown(socket.SHUT_WR)
-        assert cut.recv(100).startswith(b"HTTP/1.1 400 ")
+        assert cut.makefile("rb").read().startswith(b"HTTP/1.1 400 ")
 
 
 @needs_runtime
 def test_a_compilation_ends(
     server: PageServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends when its page is closed, and after a while."""
+    """It ends when its page is closed, after a while, and where it takes much memory."""
     long, start = classifier(*["Tanh"] * 5000), time.monotonic()
     begun(server, long).close()
     monkeypatch.setattr("graphopt.hosts.server.COMPILE_SECONDS", 2)
     with begun(server, long) as connection:
-        text = connection.recv(10_000)
+        text = connection.makefile("rb").read()
         assert text.startswith(b"HTTP/1.1 500 ") and b"expected one that compiles within 2 s" in text
     assert time.monotonic() - start < 20  # the first would take longer
     assert not server.one_at_a_time.locked() and capfd.readouterr().err == ""
+    monkeypatch.setattr("graphopt.hosts.server.MEGABYTES", 64)
+    with begun(server, MODEL) as connection:
+        assert b"within 2 s and 64 MB" in connection.makefile("rb").read()
 
 
 def test_the_command_tells_what_it_needs(
