@@ -23,7 +23,7 @@ from graphopt.runtime.checkpoint import state_bytes
 from graphopt.runtime.checks.first_check import MOST_CONVERTED
 from graphopt.runtime.checks.precise import in_float64
 from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, allowed_error, norm_of
-from graphopt.runtime.device import Device, installed_runtime
+from graphopt.runtime.device import Device
 from graphopt.runtime.random_inputs import ROWS, SIZES, open_sizes, random_inputs
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
@@ -44,13 +44,12 @@ SIGNS = 3  # sums of each output
 def proof_batch(step: ir.Model) -> Arrays | None:
     """Return a batch of random numbers for a training graph with its initial state.
 
-    None if no batch is known to run, or there is no ONNX Runtime here.
+    None if none is known to run, or there is no ONNX Runtime here.
     """
     try:
-        installed_runtime()
+        device = Device("cpu", native=False, verify=False)
     except GraphoptError:
         return None
-    device = Device("cpu", native=False, verify=False)
     if weight_bytes(step) > MOST_CONVERTED or (sizes := open_sizes(step, ROWS)) is None:
         return None
     copy = step.clone()

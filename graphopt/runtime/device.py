@@ -53,7 +53,7 @@ class Device(DeviceOptions):
         kind = provider_of(self.name)
         check_device_options(self)
         options = DeviceOptions(**{each.name: getattr(self, each.name) for each in _OPTIONS})
-        machine = kind(installed_runtime(), options, self.name)
+        machine = kind(_runtime(), options, self.name)
         has_own_target = self.target in (AUTO, NATIVE)
         facts = {
             "machine": machine,
@@ -160,12 +160,7 @@ class Device(DeviceOptions):
 _OPTIONS = dataclasses.fields(DeviceOptions)
 
 
-def installed_runtime() -> ModuleType:
-    """Return the package onnxruntime.
-
-    Raises:
-        GraphoptError: none is installed.
-    """
+def _runtime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:

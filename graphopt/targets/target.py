@@ -93,8 +93,10 @@ class Target(Checked):
 
 
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
-# Fusions that a runtime does not need, or computes slower: WebGPU takes 14 times as long for MaxPool by planes.
-_LEFT_OUT: dict[str | None, tuple[str, ...]] = {
+# Fusions for ONNX Runtime's CPU provider, which others may not need.
+_CPU_ALONE = ("compute_bfloat16_in_float32", "unpool_first_maxima")
+# Fusions that another runtime does not need, or computes slower: WebGPU takes 14 times as long for MaxPool by planes.
+_LEFT_OUT = {
     "cuda": (
         "transposed_convolution_as_convolution",
         "widen_convolution_products",
@@ -106,10 +108,8 @@ _LEFT_OUT: dict[str | None, tuple[str, ...]] = {
 
 
 def _portable(name: str | None) -> Target:
-    left_out = ["unpool_first_maxima", *_LEFT_OUT.get(name, ())]
-    if name is not None:  # without a target, it is for ONNX Runtime's CPU provider, which computes no bfloat16
-        left_out.append("compute_bfloat16_in_float32")
-    pipeline = Pipeline(fuse=Fuse(tuple(left_out)), forms=Portable(name))
+    alone = _CPU_ALONE if name else _CPU_ALONE[1:]  # a host without a target is the CPU provider
+    pipeline = Pipeline(fuse=Fuse((*alone, *_LEFT_OUT.get(name or "", ()))), forms=Portable(name))
     return Target(name or "portable", pipeline, own_version())
 
 
