@@ -8,9 +8,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
+import safetensors.numpy
 from PIL import Image
 from test_hosts_javascript import CHROMIUM, TESTS, javascript
 
@@ -26,6 +30,7 @@ import graphopt
 import passes
 from graphopt import cli, models
 from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import labels_in
 from graphopt.hosts.for_page import Choice, compile_for_page
 from graphopt.hosts.server import MOST_BYTES, PageServer
 
@@ -92,13 +97,77 @@ def test_a_wrong_choice_is_told(said: object, message: str) -> None:
     assert message in str(error.value), error.value
 
 
-def test_a_model_that_does_not_fit_is_told() -> None:
+def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     outside = onnx.load_from_string(MODEL)
-    onnx.external_data_helper.set_external_data(outside.graph.initializer[0], "/etc/passwd", 0, 16)
+    (tmp_path / "secret").write_bytes(bytes(128))  # as many as the weight has
+    onnx.external_data_helper.set_external_data(outside.graph.initializer[0], str(tmp_path / "secret"), 0, 128)
     outside.graph.initializer[0].ClearField("raw_data")
-    for model, message in ((b"PK", "expected an ONNX model"), (outside.SerializeToString(), "expected 128 bytes")):
+    for model, message in (
+        (b"PK", "expected an ONNX model"),
+        (outside.SerializeToString(), "expected its numbers in the model's file, found them in '.*secret'"),
+        (classifier("Sigmoid"), "found a Sigmoid"),
+        (classifier("Sigmoid", "Identity", "Clip"), "found a Sigmoid"),
+        (growing(10**8), "expected constants of at most .* bytes in the model, found"),
+    ):
         with pytest.raises(GraphoptError, match=message):
             compile_for_page(model, Choice(outputs=3))
+
+
+def test_a_large_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt.hosts.for_page.MOST_BYTES", 1000)
+    with pytest.raises(GraphoptError, match="expected at most 1,000 bytes of graphs and state, found"):
+        compile_for_page(MODEL, Choice(outputs=3))
+
+
+def classifier(*operators: str, first: str = "", width: int | str = 4) -> bytes:
+    """Return a linear classifier of 3 classes with operators behind it, and its classes as the first output."""
+    helper, shape = onnx.helper, ("batch", 3)
+    nodes = [helper.make_node("Gemm", ["x", "w"], ["y0"])]
+    nodes += [helper.make_node(name, [f"y{i}"], [f"y{i + 1}"]) for i, name in enumerate(operators)]
+    outputs = [helper.make_tensor_value_info(f"y{len(operators)}", onnx.TensorProto.FLOAT, shape)]
+    if first:
+        nodes.append(helper.make_node("ArgMax", ["y0"], [first], axis=1, keepdims=0))
+        outputs.insert(0, helper.make_tensor_value_info(first, onnx.TensorProto.INT64, shape[:1]))
+    weight = onnx.numpy_helper.from_array(np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32), "w")
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ("batch", width))
+    return onnx_file(nodes, x, outputs, [weight])
+
+
+def growing(numbers: int) -> bytes:
+    """Return a small file that asks for a constant of so many numbers."""
+    helper = onnx.helper
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", 1)) for name in "xy")
+    weights = [
+        onnx.numpy_helper.from_array(a, name) for name, a in (("w", np.ones((1, 1), "f")), ("n", np.array([numbers])))
+    ]
+    nodes = [
+        helper.make_node("ConstantOfShape", ["n"], ["c"]),
+        helper.make_node("ReduceSum", ["c"], ["sum"]),
+        helper.make_node("Gemm", ["x", "w", "sum"], ["y"]),
+    ]
+    return onnx_file(nodes, x, [y], weights)
+
+
+def onnx_file(nodes: Any, x: Any, outputs: Any, weights: Any) -> bytes:
+    graph = onnx.helper.make_graph(nodes, "graph", [x], outputs, weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("behind", [("Softmax",), ("Softmax", "Identity"), ("Softmax", "Clip", "Flatten")])
+@pytest.mark.filterwarnings("error")
+def test_probabilities_are_not_taken_for_logits(behind: tuple[str, ...]) -> None:
+    """The loss is that of the softmax of the products, as PyTorch computes it."""
+    torch = pytest.importorskip("torch")
+    files = compile_for_page(classifier(*behind), Choice(outputs=3))
+    state = safetensors.numpy.load(files["state.safetensors"])
+    x, target = np.eye(4, dtype=np.float32) * 3, np.array([0, 1, 2, 0])
+    session = onnxruntime.InferenceSession(files["evaluate.onnx"], providers=["CPUExecutionProvider"])
+    feeds = {"x": x, "target": target, **state}
+    found = session.run(["loss"], {each.name: feeds[each.name] for each in session.get_inputs()})[0]
+    logits = torch.from_numpy(x @ state["w"])
+    expected = torch.nn.functional.cross_entropy(logits, torch.from_numpy(target))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
 
 
 @pytest.fixture(name="server")
@@ -115,7 +184,7 @@ def answer(
     server: PageServer, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
 ) -> tuple[int, bytes]:
     """Return the status and the content of an answer to exactly these headers."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=120)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, values in headers.items():
         for value in values.split("\n"):
@@ -197,9 +266,56 @@ def test_the_server_answers_its_page_alone(server: PageServer) -> None:
     assert post()[0] == 200  # it goes on
 
 
+def begun(server: PageServer, model: bytes, more: int = 0) -> socket.socket:
+    """Return a connection on which a page has sent a model, of which it said that it has `more` bytes."""
+    host = f"127.0.0.1:{server.server_port}"
+    lines = [
+        "POST /compile HTTP/1.1",
+        f"Host: {host}",
+        f"Origin: http://{host}",
+        f"Authorization: Bearer {server.token}",
+        f"Content-Length: {len(model) + more}",
+        'graphopt-choice: {"outputs": 3}',
+    ]
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=120)
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + model)
+    return connection
+
+
+@needs_runtime
+def test_large_and_cut_requests_are_answered(server: PageServer) -> None:
+    headers = {"Host": f"127.0.0.1:{server.server_port}", "Content-Length": str(2**24)}
+    status, text = answer(server, "POST", "/compile", headers, bytes(2**24))
+    assert status == 403 and b"expected the token of its address" in text
+    with begun(server, MODEL, more=50) as cut:  # such a file may be a whole, other model
+        cut.shutdown(socket.SHUT_WR)
+        assert cut.makefile("rb").read().startswith(b"HTTP/1.1 400 ")
+
+
+@needs_runtime
+def test_a_compilation_ends(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ends when its page is closed, after a while, and where it takes much memory."""
+    long, start = classifier(*["Tanh"] * 5000), time.monotonic()
+    begun(server, long).close()
+    monkeypatch.setattr("graphopt.hosts.server.COMPILE_SECONDS", 2)
+    with begun(server, long) as connection:
+        text = connection.makefile("rb").read()
+        assert text.startswith(b"HTTP/1.1 500 ") and b"expected one that compiles within 2 s" in text
+    assert time.monotonic() - start < 20  # the first would take longer
+    assert not server.one_at_a_time.locked() and capfd.readouterr().err == ""
+    monkeypatch.setattr("graphopt.hosts.server.MEGABYTES", 64)
+    with begun(server, MODEL) as connection:
+        assert b"within 2 s and 64 MB" in connection.makefile("rb").read()
+
+
 def test_the_command_tells_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folders = [ROOT / "graphopt" / "hosts" / name for name in ("javascript", "web")]
+    names = [path.name for folder in folders for path in folder.iterdir()]
+    assert len({*names}) == len(names)  # the page's addresses
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve"]) == 1
     assert "npm install onnxruntime-web" in capsys.readouterr().err
@@ -250,6 +366,20 @@ def write_pictures(folder: Path) -> dict[str, np.ndarray]:
     return {"x": np.stack(arrays).transpose(0, 3, 1, 2).astype(np.float32), "target": np.array(targets)}
 
 
+def write_any_size(path: Path) -> None:
+    """Write a convolution of pictures of any size."""
+    helper = onnx.helper
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ("batch", 3, "height", "width"))
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ("batch", 3))
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], strides=[32, 32]),
+        helper.make_node("GlobalAveragePool", ["c"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["y"]),
+    ]
+    weight = np.random.default_rng(0).standard_normal((3, 3, 8, 8)).astype(np.float32) / 10
+    path.write_bytes(onnx_file(nodes, x, [y], [onnx.numpy_helper.from_array(weight, "w")]))
+
+
 def write_residual(path: Path) -> None:
     """Write a residual network in PyTorch as torchvision's are exported: for one picture, of ten classes."""
     torch = pytest.importorskip("torch")
@@ -285,6 +415,11 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any], dict[str, Any]]] 
         lambda path: graphopt.save(models.mlp((4,), 3, hidden=[12]), path),
         {"trains": "all", "rate": 0.01, "batch": 20, "epochs": 4},
         {"loss": passes.CrossEntropy(), "optimizer": passes.AdamW(0.01)},
+    ),
+    "table of classes, of a file with labels first and an open width": (
+        lambda path: path.write_bytes(classifier("Softmax", first="label", width="columns")) and None,
+        {"trains": "all", "rate": 0.01, "batch": 20, "epochs": 2},
+        {"loss": passes.CrossEntropy(output="y1", from_logits=False), "optimizer": passes.AdamW(0.01)},
     ),
     "table of numbers": (
         lambda path: graphopt.save(models.mlp((4,), 1, hidden=[12]), path),
@@ -329,7 +464,8 @@ def test_the_page_trains_as_python_does(name: str, server: PageServer, tmp_path:
     files = (tmp_path / "net.onnx", data, tmp_path / "net.trained.onnx")
     found = javascript("in_served_page.js", server.address, *files, json.dumps(fields))
     assert found["errors"] == [] and found["status"] == "Trained. Download the model, or train on.", found
-    assert "The first step is proven on this device." in found["what"]
+    is_proven = "The first step is proven on this device." in found["what"]
+    assert is_proven == ("open width" not in name)  # for which no batch is known to run
 
     step = graphopt.compile(tmp_path / "net.onnx", clip=passes.ClipGlobalNorm(1.0), **steps)
     executor, losses = graphopt.Executor(step, threads=1), []
@@ -339,9 +475,11 @@ def test_the_page_trains_as_python_does(name: str, server: PageServer, tmp_path:
             batch = {key: array[order[start : start + fields["batch"]]] for key, array in arrays.items()}
             losses.append(float(executor.step(dict(zip(step_feeds(step), batch.values(), strict=True)))["loss"]))
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-4)
-    (read,) = (x.name for x in graphopt.load(tmp_path / "net.trained.onnx").graph.inputs)
-    (expected,) = graphopt.run(executor.trained(), {read: arrays["x"]}).values()
-    (predicted,) = graphopt.run(tmp_path / "net.trained.onnx", {read: arrays["x"]}).values()
+    trained_model = graphopt.load(tmp_path / "net.trained.onnx")
+    assert labels_in(trained_model) == (None if "numbers" in name else LABELS)
+    (read,) = (x.name for x in trained_model.graph.inputs)
+    *_, expected = graphopt.run(executor.trained(), {read: arrays["x"]}).values()
+    *_, predicted = graphopt.run(tmp_path / "net.trained.onnx", {read: arrays["x"]}).values()
     np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-4)
     held_out, (_, measured) = np.arange(4, len(arrays["x"]), 5), found["measured"][-1]
     right = expected[held_out].argmax(axis=-1) == arrays["target"][held_out]
@@ -352,13 +490,13 @@ def test_the_page_trains_as_python_does(name: str, server: PageServer, tmp_path:
 
 @needs_runtime
 @pytest.mark.slow
-def test_the_page_tells_what_does_not_fit(server: PageServer, tmp_path: Path) -> None:
+def test_the_page_takes_pictures_of_any_size_and_tells_what_does_not_fit(server: PageServer, tmp_path: Path) -> None:
     if not Path(CHROMIUM).exists():
         pytest.skip(f"needs Chromium at {CHROMIUM}")
     (tmp_path / "net.onnx").write_bytes(MODEL)
     write_pictures(tmp_path / "pictures")
-    files = (tmp_path / "net.onnx", tmp_path / "pictures", tmp_path / "none.onnx")
-    for fields, message in (
+    write_table(tmp_path / "rows.csv", classes=True)
+    cases: list[tuple[dict[str, object], str]] = [
         (
             {"trains": "all"},
             "the model: expected an input of pictures, [rows, channels, height, width], found [batch,4]",
@@ -366,9 +504,64 @@ def test_the_page_tells_what_does_not_fit(server: PageServer, tmp_path: Path) ->
         ({"trains": "lora", "rank": 9}, "rank"),
         ({"loss-kind": "mean_squared_error"}, "Loss: expected numbers in the target, found classes"),
         ({"rate": 0}, "Learning rate: expected a number above 0, found 0"),
-    ):
+        ({"target": "b"}, "table: row 2: column 'target': expected a number, found 'ant'"),
+    ]
+    (tmp_path / "long.onnx").write_bytes(classifier(*["Tanh"] * 4000))
+    stopped = javascript(
+        "in_served_page.js", server.address, tmp_path / "long.onnx", tmp_path / "rows.csv", "none", '{"stops": true}'
+    )
+    assert stopped["status"] == "Stopped." and stopped["errors"] == [], stopped
+    write_any_size(tmp_path / "any.onnx")
+    taken = javascript(
+        "in_served_page.js",
+        server.address,
+        tmp_path / "any.onnx",
+        tmp_path / "pictures",
+        tmp_path / "any.trained.onnx",
+        '{"trains": "all", "epochs": 2}',
+    )
+    assert taken["status"].startswith("Trained.") and taken["errors"] == [], taken
+    for fields, message in cases:
+        files = (
+            tmp_path / "net.onnx",
+            tmp_path / ("rows.csv" if "target" in fields else "pictures"),
+            tmp_path / "none",
+        )
         found = javascript("in_served_page.js", server.address, *files, json.dumps(fields))
         assert message in found["status"] and found["errors"] == found["losses"] == [], found
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a,t\n1,1.0\n2,1\n3, 2\n", {"labels": ["1", "2"], "classes": [0, 0, 1]}),
+        ('"a;b",t\n1,x\n2,y\n', {"labels": ["x", "y"], "classes": [0, 1]}),
+        ("a,t\n1,1.5\n2,\n3,2.5\n", "row 3: column 't': expected a number, found '': fill it in, or leave the row out"),
+        ("a,t\n1,1.5\n2,NA\n3,2.5\n", "row 3: column 't': expected a number, found 'NA'"),
+        ("a,t\n1,x\n2,\n3,y\n", "row 3: column 't': expected a class, found ''"),
+        ("a,t\n1,0\n2,0\n", "column 't': expected two different cells or more, found '0' alone"),
+        ('a,t\n1,"x\n2,y\n3,z\n', "row 2: expected a closing quote, found none"),
+        ("a,t\n" + "".join(f"1,k{i}\n" for i in range(10001)), "expected at most 10000 classes, found 10001"),
+    ],
+)
+def test_a_table_is_read_or_refused(text: str, expected: dict[str, object] | str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    module = (ROOT / "graphopt" / "hosts" / "web" / "rows.js").as_uri()
+    program = f"""
+import {{ readFileSync }} from "node:fs";
+import {{ table, withTarget }} from "{module}";
+try {{
+  const {{ labels, classes }} = withTarget(table(readFileSync("rows.csv", "utf8")), "t");
+  console.log(JSON.stringify({{ labels, classes }}));
+}} catch ({{ message }}) {{
+  console.log(JSON.stringify(message));
+}}"""
+    command = ["node", "--input-type=module", "--eval", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert expected in found if isinstance(expected, str) else found == expected, found
 
 
 def step_feeds(step: ir.Model) -> list[str]:

@@ -188,6 +188,12 @@ def _check_tensor(tensor: onnx.TensorProto, stored: Mapping[str, int]) -> None:
         raise GraphoptError(f"{title}: expected dimensions of 0 or more, found {list(tensor.dims)}")
     dtype = ir.DataType(tensor.data_type)
     expected, found, unit = _amounts(tensor, dtype, math.prod(tensor.dims), stored)
+    if expected and tensor.data_location == EXTERNAL and tensor.name not in stored and not tensor.raw_data:
+        places = [entry.value for entry in tensor.external_data if entry.key == "location"]
+        raise GraphoptError(
+            f"{title}: expected its numbers in the model's file, found them in {', '.join(places)!r}: "
+            "onnx.save(onnx.load(path), another) writes one file"
+        )
     if expected != found:
         raise GraphoptError(
             f"{title}: expected {expected:,} {unit}, as {dtype.name.lower()}{list(tensor.dims)} has, found {found:,}"

@@ -6,22 +6,33 @@ It needs no ONNX Runtime and starts no process, so that it can run where the pag
 from __future__ import annotations
 
 import glob
+import json
+import os
+import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.compiler import compile
-from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.errors import GraphoptError, escaped, kind_of, unknown
 from graphopt.fields import check_options
+from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, is_floating, name_of
 from graphopt.hosts.export import export_hosts
 from graphopt.intervals import within
+from graphopt.runtime.checkpoint import state_bytes
+
+LIMITS = Limits(nodes=20_000, constant_bytes=2**25)
+MOST_BYTES = 2**31  # of an answer
+REFUSED = 3  # the exit status where the output is an error's line
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class Choice:
 
     trains: Literal["head", "lora", "all"] = "all"
     loss: Literal["cross_entropy", "mean_squared_error"] = "cross_entropy"
-    outputs: int = within("[1, 1000000]", 1, whole=True)
+    outputs: int = within("[1, 10000]", 1, whole=True)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = within("(0, 1000]", 1e-3)
     rank: int = within("[1, 1024]", 4, whole=True)
@@ -72,7 +83,7 @@ def compile_for_page(model: bytes, choice: Choice) -> dict[str, bytes]:
         choice: what trains, and how.
 
     Raises:
-        GraphoptError: the bytes are no such model, or a pass does not fit it.
+        GraphoptError: the bytes are no such model, a pass does not fit it, or the files are larger than a page reads.
 
     >>> from graphopt import models
     >>> from graphopt.hosts.for_page import Choice, compile_for_page
@@ -81,22 +92,23 @@ def compile_for_page(model: bytes, choice: Choice) -> dict[str, bytes]:
     True
     """
     import passes
+    from passes.losses.classification import activation_behind
 
-    loaded = load(model)
+    loaded = load(model, limits=LIMITS)
     is_fixed = any(isinstance(dim, int) for x in loaded.graph.inputs for dim in dims_of(x)[:1])
     normalize = passes.Normalize(batch="free" if is_fixed else None)
     normal = normalize(loaded.clone()).model
     output = next((y for y in normal.graph.outputs if is_floating(y)), None)
     if output is None:
         raise GraphoptError("the model: expected an output of floating-point numbers, found none")
-    operator = "" if (node := output.producer()) is None else node.op_type
     is_of_classes = choice.loss == "cross_entropy"
-    if is_of_classes and operator == "Sigmoid":
+    activation = activation_behind(output) if is_of_classes else None
+    if activation == "Sigmoid":
         raise GraphoptError(
-            "the model: expected logits or probabilities of classes, found a Sigmoid, of labels that do not exclude "
-            "each other: train it in Python with passes.BinaryCrossEntropy"
+            "the model: expected logits, or probabilities that a Softmax computes, found a Sigmoid, of labels that "
+            "need not exclude each other: train it in Python with passes.BinaryCrossEntropy"
         )
-    loss = passes.CrossEntropy(output=name_of(output), from_logits=operator != "Softmax")
+    loss = passes.CrossEntropy(output=name_of(output), from_logits=activation is None)
     is_new = choice.trains == "head" or [*dims_of(output)[-1:]] != [choice.outputs]
     adapters = [passes.LoRA(rank=choice.rank)] if choice.trains == "lora" else []
     heads = [passes.Head(output=name_of(output), classes=choice.outputs)] if is_new else []
@@ -112,7 +124,14 @@ def compile_for_page(model: bytes, choice: Choice) -> dict[str, bytes]:
     )
     with tempfile.TemporaryDirectory() as folder:
         export_hosts(step, folder, target="webgpu" if choice.device == "webgpu" else None)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        paths = sorted(Path(folder).iterdir())
+        size = sum(path.stat().st_size for path in paths)
+        if size > MOST_BYTES:
+            raise GraphoptError(
+                f"the model: expected at most {MOST_BYTES:,} bytes of graphs and state, found {size:,}: train "
+                "adapters, a new last layer, or a smaller model"
+            )
+        return {path.name: path.read_bytes() for path in paths}
 
 
 def _trained(normal: ir.Model) -> list[str]:
@@ -121,3 +140,20 @@ def _trained(normal: ir.Model) -> list[str]:
 
     found = passes.Parameters()(normal.clone()).model
     return [glob.escape(name_of(x)) for x in with_role(found, Role.PARAMETER)]
+
+
+def main() -> None:
+    """Compile the model in the standard input, as the JSON in the first argument chooses, and write safetensors."""
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)  # what libraries print
+        try:
+            files = compile_for_page(sys.stdin.buffer.read(), Choice.of(json.loads(sys.argv[1])))
+            answer.write(state_bytes({name: np.frombuffer(data, np.uint8) for name, data in files.items()}))
+        except GraphoptError as error:
+            answer.write(escaped(str(error)).encode())
+            sys.exit(REFUSED)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ON_DEMAND
+from graphopt.graph.operators import VIEWS
 from graphopt.graph.rewriting import Read
 from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, name_of, rank, wide_type
 from graphopt.intervals import within
@@ -24,6 +25,7 @@ from passes.losses.loss import Loss, epsilon, new_input, positive
 __all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Entropy", "Hinge", "KLDivergence"]
 
 _MANY_CLASSES = 2**20  # classes from which on the graph computes the class numbers instead of storing them
+_KEEPING = VIEWS | {"Cast", "Clip", "Transpose"}
 _BESIDE_A_SUM = {"Add", "Cast", "Clip", "Expand", "Identity", "Max", "Reshape", "Unsqueeze"}
 IMPOSSIBLE = -1e30  # the logarithm of a probability of 0; with infinity, gradients would be NaN
 
@@ -511,7 +513,7 @@ def activation_behind(x: ir.Value | None) -> str | None:
         if node.op_type == "Div" and _is_sum(node.inputs[1], node.inputs[0]):
             return "a division by its own sum"
         is_share = node.op_type == "Concat" or (node.op_type == "Sub" and constant_number(node.inputs[0]) == 1)
-        x = node.inputs[-1] if is_share else None
+        x = node.inputs[-1] if is_share else node.inputs[0] if node.op_type in _KEEPING else None
     return None
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphopt.confined import answer
 from graphopt.data.files import imported
-from graphopt.data.language.confined import answer
 from graphopt.data.language.tokenizer import EXTRA, TEMPLATE_FILE, Tokenizer, read_text
 from graphopt.errors import GraphoptError, kind_of, naming
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from graphopt.arguments import Checked
+from graphopt.confined import answer
 from graphopt.data.files import imported, reading
-from graphopt.data.language.confined import answer
 from graphopt.errors import GraphoptError, kind_of, naming
 from graphopt.graph.model_folders import CONFIG, config_in, place_of
 

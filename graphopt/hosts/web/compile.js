@@ -1,4 +1,4 @@
-/** The compiler, as the page calls it: the one place that knows where it runs. */
+/** Call the compiler. Only this file knows where it runs. */
 
 import { safetensors } from "./files.js";
 
@@ -9,10 +9,13 @@ const token = location.hash.slice(1); // of graphopt serve
  *
  * @param {Uint8Array} model an ONNX file
  * @param {object} choice as graphopt.hosts.for_page.Choice has it
+ * @param {AbortSignal} signal ends the compilation
  */
-export async function compile(model, choice) {
+export async function compile(model, choice, signal) {
+  if (!token) throw new Error("graphopt serve: expected the whole address that it printed, found one that ends before #");
   const headers = { authorization: `Bearer ${token}`, "graphopt-choice": JSON.stringify(choice) };
-  const response = await fetch("/compile", { method: "POST", body: model, headers }).catch(() => {
+  const response = await fetch("/compile", { method: "POST", body: model, headers, signal }).catch((error) => {
+    if (error.name === "AbortError") throw error;
     throw new Error("graphopt serve: expected it to run, found no answer: start it again, and open its address");
   });
   if (!response.ok) throw new Error((await response.text()).trim());

@@ -1,5 +1,7 @@
 /** Draw how a training goes: the loss of each step, and what was measured on rows held out. */
 
+const MOST_POINTS = 1000; // of a line
+
 /** Return a running mean of losses. */
 export function smooth(losses) {
   let mean = 0;
@@ -44,7 +46,9 @@ export function draw(canvas, { losses, measured, steps, top = 2.5, name = "accur
   text(paper, "loss", box.left - 12, 18, red, "right");
   text(paper, name, width - 8, 18, blue, "right");
   text(paper, "steps", (box.left + box.right) / 2, 18, soft, "center");
-  const points = (losses) => losses.map((loss, i) => [x(i + 1), y(Math.min(1, loss / top))]);
+  const every = Math.ceil(losses.length / MOST_POINTS);
+  const points = (losses) =>
+    losses.map((loss, i) => [x(i + 1), y(Math.min(1, loss / top))]).filter((_, i) => i % every === 0 || i === losses.length - 1);
   paper.globalAlpha = 0.25;
   paper.strokeStyle = red;
   path(paper, points(losses));

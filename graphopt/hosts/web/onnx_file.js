@@ -1,14 +1,23 @@
 /** Put the weights of a trained model into its ONNX file. */
 
 const GRAPH = 7; // numbers of fields in onnx.proto
+const METADATA = 14;
 const INITIALIZER = 5;
 const [RAW_DATA, EXTERNAL_DATA, DATA_LOCATION] = [9, 13, 14];
 const [KEY, VALUE] = [1, 2];
+const LABELS = "labels";
 const BYTES = 2; // a field with a length, in the encoding of protobuf
 
 /** Return an ONNX file with the numbers to which it refers in other files, by their names. */
 export function inOneFile(model, files) {
   return changed(model, GRAPH, (graph) => changed(graph, INITIALIZER, (tensor) => withNumbers(tensor, files)));
+}
+
+/** Return an ONNX file with the names of its classes in its metadata, where graphopt reads them. */
+export function withLabels(model, labels) {
+  const others = [...fields(model)].filter(({ number, content }) => number !== METADATA || entry(content)[0] !== LABELS);
+  const [key, value] = [LABELS, JSON.stringify(labels)].map((text) => new TextEncoder().encode(text));
+  return joined([...others.map(({ whole }) => whole), ...field(METADATA, joined([...field(KEY, key), ...field(VALUE, value)]))]);
 }
 
 function withNumbers(tensor, files) {

@@ -4,7 +4,7 @@ import * as ort from "./onnxruntime/ort.webgpu.min.mjs";
 import { compile } from "./compile.js";
 import { draw, round, smooth } from "./curve.js";
 import { Trainer } from "./index.js";
-import { inOneFile } from "./onnx_file.js";
+import { inOneFile, withLabels } from "./onnx_file.js";
 import { dropped, features, pictures, table, withTarget } from "./rows.js";
 
 const FEWEST = 10; // rows of which some are held out
@@ -17,9 +17,11 @@ const MOST_BYTES = 2 ** 29; // of a model, as the server takes it
 const at = (id) => document.getElementById(id);
 export const history = { losses: [], measured: [] };
 let model; // { name, bytes }
-let data; // rows, as rows.js has them
+let brought; // rows, as rows.js has them
+let data; // the same with a target, or none as long as they have none
 let trainer, compiled, rows, initial;
 let isTraining = false;
+let compiling; // an AbortController
 
 async function main() {
   ort.env.wasm.wasmPaths = new URL("./onnxruntime/", import.meta.url).href;
@@ -72,21 +74,23 @@ async function takeModel(file) {
 
 async function takeData(files) {
   const isTable = files.length === 1 && /\.(csv|tsv|txt)$/i.test(files[0].path);
-  data = isTable ? table(await files[0].file.text()) : pictures(files);
+  brought = isTable ? table(await files[0].file.text()) : pictures(files);
   at("of-target").hidden = !isTable;
   at("of-pixels").hidden = isTable;
-  at("data-name").textContent = isTable ? files[0].path : `${data.count} pictures`;
+  at("data-name").textContent = isTable ? files[0].path : `${brought.count} pictures`;
   at("drop-data").classList.add("full");
   if (isTable) {
-    at("target").replaceChildren(...data.names.map((name) => new Option(name)));
-    at("target").value = data.names.find((name) => name === "target") ?? data.names.at(-1);
-    setTarget();
-  } else tellData();
+    at("target").replaceChildren(...brought.names.map((name) => new Option(name)));
+    at("target").value = brought.names.find((name) => name === "target") ?? brought.names.at(-1);
+  }
+  setTarget();
   say(model ? "Ready to train." : "Now bring a model.");
 }
 
 function setTarget() {
-  data = withTarget(data, at("target").value);
+  data = undefined; // so that nothing trains on another target than the page shows
+  at("data-told").textContent = `${brought.count} rows`;
+  data = brought.kind === "table" ? withTarget(brought, at("target").value) : brought;
   tellData();
 }
 
@@ -131,7 +135,8 @@ async function open({ batch, epochs, ...choice }) {
     await trainer?.dispose();
     compiled = trainer = undefined;
     forget();
-    const files = await compile(model.bytes, choice);
+    compiling = new AbortController();
+    const files = await compile(model.bytes, choice, compiling.signal);
     const { feeds } = JSON.parse(new TextDecoder().decode(files["host.json"]));
     const reading = async (count) => {
       say(`Reading ${count} of ${data.count} …`);
@@ -146,7 +151,7 @@ async function open({ batch, epochs, ...choice }) {
       stepsPerCall: TOGETHER,
     });
     const target = feeds.find(({ role }) => role === "target");
-    [trainer, rows, initial] = [opened, rowsOf(data, input.name, target.name, ...read, others.loss), await opened.save()];
+    [trainer, rows, initial] = [opened, rowsOf(data, input, target.name, ...read, others.loss), await opened.save()];
     compiled = key;
     tellWhat();
     await measure();
@@ -155,14 +160,15 @@ async function open({ batch, epochs, ...choice }) {
 }
 
 /** Return the rows that train and those that are held out, and a function that returns a batch of some. */
-function rowsOf(data, input, target, width, numbers, loss) {
+function rowsOf(data, input, target, dims, numbers, loss) {
+  const width = dims.reduce((a, b) => a * b, 1);
   const all = Array.from({ length: data.count }, (_, i) => i);
   const isHeldOut = (i) => data.count >= FEWEST && i % HELD_OUT === HELD_OUT - 1;
   const ofClasses = loss === "cross_entropy";
   const feed = (some) => {
     const x = new Float32Array(some.length * width);
     some.forEach((row, i) => x.set(numbers.subarray(row * width, (row + 1) * width), i * width));
-    return { [input]: x };
+    return { [input.name]: input.type === "float32" ? new ort.Tensor("float32", x, [some.length, ...dims]) : x };
   };
   return {
     ofClasses,
@@ -198,12 +204,12 @@ export function shuffled(rows, seed) {
 }
 
 async function train() {
-  if (!model || !data) throw new Error(`expected ${model ? "pictures or a table" : "an ONNX file"}: drop ${model ? "them" : "it"} on the left`);
+  if (!model || !data) throw new Error(`expected ${model ? "pictures or a table" : "an ONNX file"}: bring ${model ? "them" : "it"} first`);
   const said = choice();
-  await open(said);
   isTraining = true;
   at("train").textContent = "Stop";
   at("train").disabled = false;
+  await open(said);
   say("Training …");
   const perEpoch = Math.ceil(rows.training.length / said.batch);
   const end = history.losses.length + perEpoch * said.epochs;
@@ -231,19 +237,22 @@ async function train() {
 
 function stop() {
   isTraining = false;
+  compiling?.abort();
 }
 
 /** Measure on rows held out: the share that is right, or the mean squared error. */
 async function measure() {
-  const [first] = trainer.host.graphs.predict.reports;
+  const { graphs, reports } = trainer.host;
+  const isOfFloats = (name) => reports.some((report) => report.name === name && /float/.test(report.type));
+  const scores = graphs.predict.reports.find(isOfFloats); // which the loss reads
   let sum = 0;
   for (let start = 0; start < rows.heldOut.length; start += 64) {
     const some = rows.heldOut.slice(start, start + 64);
-    const { data: numbers } = (await trainer.predict(rows.feed(some)))[first];
+    const { data: numbers } = (await trainer.predict(rows.feed(some)))[scores];
     const width = numbers.length / some.length;
     some.forEach((row, i) => {
       const own = numbers.subarray(i * width, (i + 1) * width);
-      sum += rows.ofClasses ? own.indexOf(Math.max(...own)) === rows.wanted(row) : (own[0] - rows.wanted(row)) ** 2;
+      sum += rows.ofClasses ? own.indexOf(own.reduce((a, b) => Math.max(a, b))) === rows.wanted(row) : (own[0] - rows.wanted(row)) ** 2;
     });
   }
   history.measured.push([history.losses.length, sum / rows.heldOut.length]);
@@ -269,7 +278,8 @@ async function download() {
   const files = await trainer.trained();
   const name = model.name.replace(/\.onnx$/, ".trained.onnx");
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([inOneFile(files[trainer.host.files.inference], files)]));
+  const trained = inOneFile(files[trainer.host.files.inference], files);
+  link.href = URL.createObjectURL(new Blob([rows.labels ? withLabels(trained, rows.labels) : trained]));
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
@@ -295,7 +305,7 @@ function drawCurve(end) {
   const [width, height] = [2 * clientWidth, 2 * clientHeight];
   if (at("curve").width !== width || at("curve").height !== height) Object.assign(at("curve"), { width, height });
   const seen = [...smooth(losses), ...(isOfNumbers ? measured.map(([, value]) => value) : [])].filter(Number.isFinite);
-  const top = seen.length ? round(Math.max(...seen, 1e-9)) : 2.5;
+  const top = seen.length ? round(seen.reduce((a, b) => Math.max(a, b), 1e-9)) : 2.5;
   const steps = Math.max(typeof end === "number" ? end : 0, losses.length, 10);
   const others = isOfNumbers && {
     measured: measured.map(([step, value]) => [step, value / top]),
@@ -322,8 +332,8 @@ async function act(what) {
   try {
     await what();
   } catch (error) {
-    at("status").className = "error";
-    at("status").textContent = error.message;
+    say(error.name === "AbortError" ? "Stopped." : error.message);
+    at("status").className = error.name === "AbortError" ? "" : "error";
   }
   isTraining = false;
   at("train").textContent = "Train";

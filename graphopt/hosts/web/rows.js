@@ -2,6 +2,8 @@
 
 const PICTURE = /\.(png|jpe?g|webp|gif|bmp|avif)$/i;
 const MOST_CLASSES = 20; // of a column of whole numbers that is taken for classes
+const MOST = 10000; // classes, as the compiler takes them
+const MOST_BYTES = 2 ** 31; // of all features
 const OPEN_SIZE = 224; // pixels, where the model takes any
 const SHOWN = 40; // characters of a cell in a message
 
@@ -34,18 +36,20 @@ export function pictures(files) {
 
 /** Return the cells of a text of comma-separated values (RFC 4180), also with semicolons or tabs. */
 export function cells(text) {
-  const first = text.slice(0, text.indexOf("\n") + 1 || undefined);
+  const first = text.slice(0, text.indexOf("\n") + 1 || undefined).replace(/"[^"]*"/g, "");
   const delimiter = ["\t", ";", ","].find((one) => first.includes(one)) ?? ",";
   const [rows, quoted] = [[[""]], /"/y];
-  for (let at = 0, inside = false; at < text.length; at++) {
+  let inside = 0; // the row in which a quote begins
+  for (let at = 0; at < text.length; at++) {
     const [row, mark] = [rows.at(-1), text[at]];
     quoted.lastIndex = at + 1;
     if (inside && mark === '"' && quoted.test(text)) row[row.length - 1] += text[at++];
-    else if (mark === '"') inside = !inside;
+    else if (mark === '"') inside = inside ? 0 : rows.length;
     else if (!inside && mark === delimiter) row.push("");
     else if (!inside && mark === "\n") rows.push([""]);
     else if (inside || mark !== "\r") row[row.length - 1] += mark;
   }
+  if (inside) throw new Error(`table: row ${inside}: expected a closing quote, found none`);
   return rows.filter((row) => row.length > 1 || row[0].trim());
 }
 
@@ -62,10 +66,28 @@ export function table(text) {
 
 const isNumber = (cell) => cell.trim() !== "" && Number.isFinite(Number(cell));
 
+/** Return the cells of a target, equal numbers in equal words, and its classes; without classes where it has numbers. */
+function targetsOf(name, column) {
+  const isOfNumbers = 2 * column.filter(isNumber).length > column.length;
+  const wrong = column.findIndex((cell) => !cell || (isOfNumbers && !isNumber(cell)));
+  if (wrong >= 0)
+    throw new Error(
+      `table: row ${wrong + 2}: column '${name}': expected a ${isOfNumbers ? "number" : "class"}, ` +
+        `found '${column[wrong].slice(0, SHOWN)}': fill it in, or leave the row out`,
+    );
+  const targets = isOfNumbers ? column.map((cell) => String(Number(cell))) : column;
+  const values = [...new Set(targets)];
+  if (values.length < 2) throw new Error(`table: column '${name}': expected two different cells or more, found '${values[0].slice(0, SHOWN)}' alone`);
+  if (isOfNumbers && (values.length > MOST_CLASSES || !values.every((cell) => Number.isInteger(Number(cell))))) return [targets];
+  if (values.length > MOST)
+    throw new Error(`table: column '${name}': expected at most ${MOST} classes, found ${values.length}: predict another column`);
+  return [targets, values.sort((a, b) => (isOfNumbers ? a - b : a < b ? -1 : 1))];
+}
+
 /** Return a table with the classes or the numbers of its target, and its other columns as numbers. */
 export function withTarget(data, target) {
   const at = data.names.indexOf(target);
-  const column = data.rows.map((row) => row[at]);
+  const [column, labels] = targetsOf(target, data.rows.map((row) => row[at].trim()));
   const others = data.names.map((name, i) => [name, i]).filter(([, i]) => i !== at);
   const numbers = new Float32Array(data.count * others.length);
   data.rows.forEach((row, i) =>
@@ -77,29 +99,30 @@ export function withTarget(data, target) {
       numbers[i * others.length + j] = Number(row[from]);
     }),
   );
-  const values = [...new Set(column)];
-  const isOfClasses = !column.every(isNumber) || (values.length <= MOST_CLASSES && column.every((cell) => Number.isInteger(Number(cell))));
-  const labels = isOfClasses ? values.sort((a, b) => (isNumber(a) && isNumber(b) ? a - b : a < b ? -1 : 1)) : undefined;
+  const order = labels && new Map(labels.map((label, i) => [label, i]));
   return {
     ...data,
     target,
     width: others.length,
     numbers,
     labels,
-    classes: labels && column.map((cell) => labels.indexOf(cell)),
+    classes: labels && column.map((cell) => order.get(cell)),
     values: column.map(Number),
   };
 }
 
-/** Return the features of each row in the shape that a model takes, as [numbers of a row, all numbers]. */
+const sizeOf = (dims) => dims.reduce((a, b) => a * b, 1);
+
+/** Return the features of each row in the shape that a model takes, as [sizes of a row, all numbers]. */
 export async function features(data, shape, pixels, progress) {
   if (data.kind === "table") {
-    const width = shape.slice(1).reduce((a, b) => a * b, 1);
-    if (width !== data.width)
+    const known = sizeOf(shape.slice(1).filter(Number.isInteger));
+    const dims = shape.slice(1).map((size) => (Number.isInteger(size) ? size : data.width / known)); // of which one may be open
+    if (sizeOf(dims) !== data.width || !dims.every(Number.isInteger))
       throw new Error(
-        `table: expected ${width} columns beside the target, as the model takes, found ${data.width}: leave out or add some`,
+        `table: expected ${known} columns beside the target, as the model takes, found ${data.width}: leave out or add some`,
       );
-    return [width, data.numbers];
+    return [dims, data.numbers];
   }
   if (shape.length !== 4) throw new Error(`the model: expected an input of pictures, [rows, channels, height, width], found [${shape}]`);
   const isFirst = [1, 3].includes(shape[1]) || ![1, 3].includes(shape[3]); // channels
@@ -107,12 +130,14 @@ export async function features(data, shape, pixels, progress) {
   const size = [width, height].map((pixel) => (Number.isInteger(pixel) ? pixel : OPEN_SIZE));
   if (![1, 3].includes(channels)) throw new Error(`the model: expected pictures of 1 or 3 channels, found [${shape}]`);
   const of = size[0] * size[1] * channels;
+  const most = Math.floor(MOST_BYTES / (4 * of));
+  if (data.count > most) throw new Error(`pictures: expected at most ${most} of ${size[0]} x ${size[1]} pixels, found ${data.count}`);
   const all = new Float32Array(data.count * of);
   for (const [i, file] of data.files.entries()) {
     all.set(await picture(file, size, channels, isFirst, PIXELS[pixels]), i * of);
     if (i % 16 === 15) await progress(i + 1);
   }
-  return [of, all];
+  return [isFirst ? [channels, size[1], size[0]] : [size[1], size[0], channels], all];
 }
 
 /** Return a picture as numbers: as large as it fits over the size, its middle, each channel less a mean by a scale. */

@@ -19,12 +19,18 @@ await page.setInputFiles("#model", model);
 await idle();
 await page.setInputFiles(data.endsWith(".csv") ? "#table" : "#folder", data);
 await idle();
-for (const [id, value] of Object.entries(JSON.parse(fields))) {
+const { stops, ...chosen } = JSON.parse(fields);
+for (const [id, value] of Object.entries(chosen)) {
   if (id === "trains") await page.click(`#trains label:has([value=${value}])`);
   else if (await page.evaluate((id) => document.getElementById(id).tagName === "SELECT", id)) await page.selectOption(`#${id}`, value);
   else await page.fill(`#${id}`, String(value));
+  await idle();
 }
-await page.click("#train");
+if (await page.isEnabled("#train")) await page.click("#train");
+if (stops) {
+  await page.waitForFunction(() => document.getElementById("status").textContent.startsWith("Compiling"));
+  await page.click("#train");
+}
 await idle();
 const [status, what] = [await shown("status"), await shown("what")];
 const found = { status, what, ...(await page.evaluate(async () => (await import("./page.js")).history)), errors };
@@ -42,6 +48,12 @@ if (found.losses.length) {
   await page.click("#reset");
   await idle();
   found.again = await page.evaluate(async () => (await import("./page.js")).history.measured);
+  await page.evaluate(async () => {
+    const { history } = await import("./page.js");
+    for (let i = 0; i < 200000; i++) history.losses.push(1);
+  });
+  await page.setViewportSize({ width: 800, height: 800 }); // which draws the curve of many steps
+  await page.evaluate(() => new Promise((done) => setTimeout(done, 200)));
 }
 await chromium.close();
 console.log(JSON.stringify(found));

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from graphopt.errors import GraphoptError
 
 # A system without one of the limits goes without it.
 _LIMITED = 'ulimit -t {} 2>/dev/null; ulimit -v {} 2>/dev/null; exec "$@"'
+
+
+def confined(arguments: Sequence[str], *, megabytes: int, seconds: int) -> list[str]:
+    """Return the command of a process of Python that may take so much memory and processor time."""
+    shell = ["/bin/sh", "-c", _LIMITED.format(seconds, megabytes * 1024), "sh"] if os.name == "posix" else []
+    return [*shell, sys.executable, *arguments]
 
 
 def answer(program: Path, asked: str, what: str, *, megabytes: int, seconds: int) -> dict[str, Any]:
@@ -28,10 +35,9 @@ def answer(program: Path, asked: str, what: str, *, megabytes: int, seconds: int
     Raises:
         GraphoptError: the process needs more, or crashes.
     """
-    shell = ["/bin/sh", "-c", _LIMITED.format(seconds, megabytes * 1024), "sh"] if os.name == "posix" else []
     try:
         done = subprocess.run(
-            [*shell, sys.executable, str(program)],
+            confined([str(program)], megabytes=megabytes, seconds=seconds),
             input=asked.encode(),
             capture_output=True,
             timeout=2 * seconds,
