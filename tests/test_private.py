@@ -593,6 +593,32 @@ def test_other_forms_of_recurrent_operators_have_the_norms_of_rows_alone(name: s
         np.testing.assert_allclose(found[f"{key}.grad"], whole[f"{key}.grad"], rtol=1e-4, atol=1e-6)
 
 
+COMPUTED = {
+    "viewed": ("LSTM", "v = Unsqueeze(c, zero)", (4 * 3, 3)),
+    "moved": ("GRU", "a, b, e = Split<num_outputs=3, axis=1>(c) v = Concat<axis=1>(b, a, e)", (1, 3 * 3, 3)),
+}
+
+
+@pytest.mark.parametrize("steps", ["2", "T"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_row_is_clipped_whose_recurrent_weight_is_computed(name: str, steps: str) -> None:
+    """The norm by what the operator reads was taken for the norm by the parameter."""
+    kind, nodes, shape = COMPUTED[name]
+    random = np.random.default_rng(0)
+    call = f"{kind}<hidden_size=3{', linear_before_reset=1' * (kind == 'GRU')}>(t, v, r)"
+    file = model(
+        f"g (float[N,{steps},3] x) => (float[N,3] y) {{ t = Transpose<perm=[1,0,2]>(x) c = Mul(w, ten) {nodes} "
+        f"s, h = {call} y = ReduceMean<keepdims=0>(h, zero) }}",
+        **{"w": random.standard_normal(shape) / 10, "ten": np.array(10.0), "zero": np.array([0])},
+        r=random.standard_normal((1, shape[-2], 3)),
+    )
+    step = graphopt.compile(file, loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(0.1, 1))
+    found = graphopt.run(step, {"x": random.standard_normal((1, 2, 3)).astype(np.float32), "target": np.array([1])})
+    square = sum(float(np.square(g).sum()) for key, g in found.items() if key.endswith(".grad"))
+    assert found["example_norms"] > 0.1
+    np.testing.assert_allclose(np.sqrt(square), 0.1, rtol=1e-4)
+
+
 def test_rounding_of_ranges_that_follow_the_rows_is_named() -> None:
     data = data_of(16)
     quantize = passes.FakeQuantize()

@@ -325,10 +325,11 @@ def _recurrent(op: Emitter, site: Site, factors: Factors | None) -> Form | None:
     return Known(op.Concat(*sums, axis=2))
 
 
-def _moves_gates(site: Site) -> bool:
-    """Return whether an operand has each gate of one array of weights, in another order, as PyTorch's exporter has."""
+def _moves_gates(site: Site, w: ir.Value) -> bool:
+    """Return whether an operand has each gate of a parameter, in another order, as PyTorch's exporter has."""
     gates = GATES.get(site.node.op_type)
-    return gates is not None and starts_of_blocks(site.operand, gates) is not None
+    is_whole = gates is not None and starts_of_blocks(site.operand, gates) is not None
+    return is_whole and {part.source for part in parts_of(site.operand)} == {w}
 
 
 SITES: dict[str, Callable[..., Form | None]] = {
@@ -550,7 +551,7 @@ class Examples:
 
     def _squared_norm(self, w: ir.Value) -> ir.Value:
         ((site, form), *others) = self._forms_of(w)
-        keeps = self._keeps(w, site.operand) or _moves_gates(site)
+        keeps = self._keeps(w, site.operand) or _moves_gates(site, w)
         if not isinstance(form, Known) and form.has_norm and not others and keeps:
             return form.squared_norm(self.op)
         return _sum_square(self.op, self._gradient(w))
