@@ -563,6 +563,7 @@ class VarianceScaling(Learning):
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         y, variance = self._values(model)
         if variance is not None:
+            self.check_count("scale", 1)
             uses, numbers = list(variance.uses()), wide(op, variance)
             return replace_output(
                 op, model, variance, numbers * op.constant(np.array(self.scale), like=numbers), uses

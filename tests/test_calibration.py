@@ -294,6 +294,10 @@ def test_an_output_of_more_axes_has_a_variance_of_each_element() -> None:
         (passes.VectorScaling((0.5,) * 5, (0.5,)), "VectorScaling: bias: expected 5 numbers, found 1"),
         (passes.VarianceScaling((1.0, 2.0)), "VarianceScaling: scale: expected 5 numbers, found 2"),
         (
+            passes.VarianceScaling((1.0, 100.0), output="y", variance="v"),
+            "VarianceScaling: scale: expected 1 number, found 2",
+        ),
+        (
             passes.LastLayerLaplace(factors=(np.ones(5), np.ones(2))),
             "LastLayerLaplace: factors: expected arrays of shapes [(5, 5), (5,), (5, 5), (5,)], found [(5,), (2,)]",
         ),
@@ -309,6 +313,8 @@ def test_numbers_that_are_given_by_hand_are_as_many_as_are_learnt(given: passes.
     file = model(text)
     if "Laplace" in message:
         file = model("g (float[N,5] x) => (float[N,5] y) { y = MatMul(x, w) }", w=np.eye(5, dtype=np.float32))
+    if getattr(given, "variance", None):
+        file = model("g (float[N] x) => (float[N] y, float[N] v) { y = Identity(x) v = Exp(x) }")
     with pytest.raises(GraphoptError) as error:
         given(graphopt.load(file))
     assert str(error.value) == message

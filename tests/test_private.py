@@ -593,6 +593,21 @@ def test_other_forms_of_recurrent_operators_have_the_norms_of_rows_alone(name: s
         np.testing.assert_allclose(found[f"{key}.grad"], whole[f"{key}.grad"], rtol=1e-4, atol=1e-6)
 
 
+def test_norms_of_rows_follow_the_names_of_the_models_classes() -> None:
+    """Names were numbered in their own order, so that all rows looked mislabelled."""
+    data = data_of(6)
+    names = ["yes", "no", "maybe"]
+    named = graphopt.data.Dataset(data, labels=names)
+    step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step)
+    graphopt.fit(executor, named, epochs=1, validation=None, verbose=False)
+    by_name = (data["x"], np.array(names)[data["target"]])
+    expected, found = (
+        graphopt.example_norms(executor.trained(), rows, passes.CrossEntropy()) for rows in (data, by_name)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
 COMPUTED = {
     "viewed": ("LSTM", "v = Unsqueeze(c, zero)", (4 * 3, 3)),
     "moved": ("GRU", "a, b, e = Split<num_outputs=3, axis=1>(c) v = Concat<axis=1>(b, a, e)", (1, 3 * 3, 3)),
