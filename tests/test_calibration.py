@@ -299,7 +299,7 @@ def test_an_output_of_more_axes_has_a_variance_of_each_element() -> None:
         ),
         (
             passes.LastLayerLaplace(factors=(np.ones(5), np.ones(2))),
-            "LastLayerLaplace: factors: expected arrays of shapes [(5, 5), (5,), (5, 5), (5,)], found [(5,), (2,)]",
+            "LastLayerLaplace: factors: expected arrays of shapes [(5, 25), (25, 5), (5,)], found [(5,), (2,)]",
         ),
         (
             passes.LastLayerLaplace(structure="diag", factors=(np.ones((4, 5)), np.ones(5))),
