@@ -572,6 +572,11 @@ class VarianceScaling(Learning):
         if len(shape) == rank(y) - 1:
             self.check_count("scale", math.prod(shape))
             scale = scale.reshape(shape)
+        elif rank(y) > 2:
+            raise self.wrong(
+                f"expected an output {name_of(y)!r} with known sizes behind its rows, found shape {y.shape}: fix them "
+                "when you export"
+            )
         return y, {"variance": op.Expand(op.constant(scale, like=wide(op, y)), op.shape_of(y))}
 
     def _values(self, model: ir.Model) -> tuple[ir.Value, ir.Value | None]:

@@ -286,6 +286,26 @@ def test_an_output_of_more_axes_has_a_variance_of_each_element() -> None:
     np.testing.assert_allclose(found["y.variance"][7], np.square(x - target).mean(0), rtol=1e-5)
 
 
+def test_a_variance_of_elements_of_open_sizes_is_refused() -> None:
+    """Sizes came from the number of variances, whose order was guessed."""
+    rows = {"x": np.zeros((5, 2, 1), np.float32), "target": np.ones((5, 2, 1), np.float32)}
+    with pytest.raises(GraphoptError, match="'y' with known sizes behind its rows, found shape"):
+        graphopt.calibrate(
+            model("g (float[N,C,L] x) => (float[N,C,L] y) { y = Neg(x) }"), rows, passes.VarianceScaling()
+        )
+    columns = {name: array[:, :, 0] for name, array in rows.items()}
+    file = graphopt.calibrate(
+        model("g (float[N,C] x) => (float[N,C] y) { y = Neg(x) }"), columns, passes.VarianceScaling()
+    )
+    np.testing.assert_array_equal(graphopt.run(file, {"x": columns["x"]})["y.variance"], np.ones((5, 2)))
+
+
+@pytest.mark.parametrize("score", ["lac", "aps", "raps"])
+def test_the_set_of_a_row_that_is_not_a_number_has_every_class(score: str) -> None:
+    sure = graphopt.calibrate(model(LOGITS), rows(), passes.PredictionSet(score=score))
+    assert graphopt.run(sure, {"x": np.full((1, 5), np.nan, np.float32)})["set"].all()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

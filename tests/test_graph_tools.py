@@ -107,6 +107,15 @@ def test_a_model_stays_as_it_is_while_it_is_written(write: Any, monkeypatch: pyt
     write(loaded)
 
 
+def test_the_documentation_of_a_large_weight_changes_no_identity() -> None:
+    loaded: Any = graphopt.load(mlp((64, 64, 3)))
+    before, _ = storage.identity_of(loaded)
+    tensor = loaded.graph.initializers["fc0.weight"].const_value
+    tensor.doc_string = "from a paper"
+    tensor.metadata_props["origin"] = "a paper"
+    assert storage.identity_of(loaded)[0] == before
+
+
 @pytest.mark.parametrize("limit", [storage.LIMIT, 1000])
 def test_a_digest_tells_weights_apart(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "LIMIT", limit)
