@@ -31,10 +31,10 @@ __all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScal
 
 _PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
-_BESIDE = ("mean", "mutual_information", "variance")  # what OUTPUT.KIND are; the first of others is called KIND
+_BESIDE = ("mean", "mutual_information", "variance")  # called OUTPUT.KIND; the first of others is KIND
 _FROM_ONE = 1e-3  # of a sum of probabilities, by rounding
 _ALL = 2**31  # rows
-_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; twice what a step can still gain
+_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; the last of its decrement
 _CERTAIN = 1e-6  # the mean loss that means: no mistake is left
 _Own = TypeVar("_Own", bound="Learning")
 _Of = TypeVar("_Of", bound="OfClasses")
@@ -105,11 +105,11 @@ class Learning(Pass):
                 self._add(op, model, y, kind, value)
 
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
-        """Emit what is said of an output; return the output, and the new ones by their kinds."""
+        """Emit the values that describe an output; return the output, and these by their kinds."""
         raise NotImplementedError
 
     def _add(self, op: Emitter, model: ir.Model, y: ir.Value, kind: str, value: ir.Value) -> None:
-        """Make a value an output, and note of which one it is which kind."""
+        """Make a value an output, and note what it says, and of which output."""
         taken = {x.name: Derived.read(x) for x in model.graph.outputs}
         of_another = (note := taken.get(kind)) is not None and note.of != y.name
         name = f"{y.name}.{kind}" if kind in _BESIDE or of_another else kind

@@ -505,9 +505,9 @@ class Examples:
         node = site.node
         if node.op_type not in CELLS:
             return {}
-        x, axis = given(node.inputs[0]), 1 - node.attributes.get_int("layout", 0)
+        x = given(node.inputs[0])
         if node not in self._of_steps:
-            fits = self.rows.axes.get(x) == axis and self.rows.lengths.get(x) == 1
+            fits = self.rows.axes.get(x) == 1 and self.rows.lengths.get(x) == 1
             self._of_steps[node] = factors_of(self.op, node, site.dys) if fits else None
         return {"factors": self._of_steps[node]}
 
