@@ -34,7 +34,7 @@ _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
 _BESIDE = ("mean", "mutual_information", "variance")  # called OUTPUT.KIND; the first of others is KIND
 _FROM_ONE = 1e-3  # of a sum of probabilities, by rounding
 _ALL = 2**31  # rows
-_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; the last of its decrement
+_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; the decrement: twice the loss left to gain
 _CERTAIN = 1e-6  # the mean loss that means: no mistake is left
 _Own = TypeVar("_Own", bound="Learning")
 _Of = TypeVar("_Of", bound="OfClasses")

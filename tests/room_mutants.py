@@ -44,7 +44,7 @@ MUTANTS = [
     *of(
         "passes/uncertainty.py",
         "uncertainty",
-        ("beyond_the_rank", "eigh(covariance)", "eigh(-covariance)"),
+        ("beyond_the_rank", "axes[..., :count].transpose", "axes[..., -count:].transpose"),
         ("beyond_the_rank", "v[:, ::-1][:, :count]", "v[:, :count]"),
     ),
     *of(

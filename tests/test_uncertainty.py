@@ -109,22 +109,28 @@ def test_directions_beyond_the_rank_get_their_mean_variance(structure: str, form
         return graphopt.run(unsure, {"h": h.astype(np.float32)})["y.variance"]
 
     np.testing.assert_allclose(variances(9, every), variances(None, every), rtol=1e-5)
-    has_bias, expected = form == "Gemm", np.empty((7, 3))
-    # The covariance [inputs, inputs] of each output, from the variances of sums of two inputs
-    basis = np.concatenate([np.zeros((1, 5)), np.eye(5), -np.eye(5), *(np.eye(5) + e for e in np.eye(5))])
-    of_basis = variances(None, basis)
-    for c in range(3):
-        zero, plus, minus, pairs = np.split(of_basis[:, c].astype(np.float64), [1, 6, 11])
-        inner = (pairs.reshape(5, 5) - plus[:, None] - plus + zero) / 2
-        covariance, h = inner, every
-        if structure == "full" and has_bias:
-            side = (plus - minus) / 4
-            covariance = np.block([[inner, side[:, None]], [side, zero]])
-            h = np.append(every, np.ones((7, 1)), 1)
-        lengths, axes = np.linalg.eigh(covariance)
-        lengths[2:] = lengths[2:].mean()
-        expected[:, c] = np.square(h @ axes) @ lengths + (zero if structure == "kron" else 0)
-    np.testing.assert_allclose(variances(2, every), expected, rtol=1e-3)
+    numbers = {x.name: onnx.numpy_helper.to_array(x) for x in head.graph.initializer}
+    has_bias, x = "b" in numbers, features.astype(np.float64)
+    p = softmax(x @ numbers["w"] + numbers.get("b", 0), axis=1)
+    curvature = p[:, :, None] * (np.eye(3) - p[:, None])
+    h, of_bias = every, np.zeros(3)
+    if structure == "full":
+        x, h = (np.append(v, np.ones((len(v), 1)), 1) if has_bias else v for v in (x, every))
+        precision = np.einsum("nab,ni,nj->aibj", curvature, x, x).reshape(2 * [3 * x.shape[1]])
+        inverse = np.linalg.inv(precision + 0.5 * np.eye(len(precision))).reshape(2 * [3, x.shape[1]])
+        covariances = [inverse[c, :, c] for c in range(3)]
+    else:
+        left, u = np.linalg.eigh(curvature.sum(0))
+        parts = np.stack([np.linalg.inv(x.T @ x / 60 * each + 0.5 * np.eye(5)) for each in left])
+        covariances = [*np.einsum("ck,kij->cij", u**2, parts)]
+        of_bias = u**2 @ (1 / (left + 0.5)) * has_bias
+    for rank in (2, None):
+        expected = []
+        for covariance in covariances:
+            lengths, axes = np.linalg.eigh(covariance)
+            lengths[rank:] = lengths[rank:].mean() if rank else lengths
+            expected.append(np.square(h @ axes) @ lengths)
+        np.testing.assert_allclose(variances(rank, every), np.stack(expected, 1) + of_bias, rtol=1e-4)
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
