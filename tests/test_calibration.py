@@ -202,8 +202,8 @@ def test_sets_are_those_of_the_formula(score: str, alpha: float, by_class: bool)
     target = data["target"][:500]
     own = scores[:500][np.arange(500), target]
     most = np.array([kth(own[target == c] if by_class else own, alpha) for c in range(5)])
-    expected = scores[500:] <= most + 1e-12
-    assert (found["set"] == expected).all()
+    differs = found["set"] != (scores[500:] <= most)
+    assert (np.abs(scores[500:] - most)[differs] < 1e-6).all()  # by rounding, which leaves no class out
     covered = found["set"][np.arange(500), data["target"][500:]].mean()
     assert covered > 1 - alpha - 0.05
 
