@@ -31,10 +31,10 @@ __all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScal
 
 _PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
-_BESIDE = ("mean", "mutual_information", "variance")  # what OUTPUT.KIND are; the first of others is called KIND
+_BESIDE = ("mean", "mutual_information", "variance")  # called OUTPUT.KIND; the first of others is KIND
 _FROM_ONE = 1e-3  # of a sum of probabilities, by rounding
 _ALL = 2**31  # rows
-_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; twice what a step can still gain
+_TURNS, _GRADIENT, _GAIN = 100, 1e-10, 1e-18  # of Newton's method; the decrement: twice the loss left to gain
 _CERTAIN = 1e-6  # the mean loss that means: no mistake is left
 _Own = TypeVar("_Own", bound="Learning")
 _Of = TypeVar("_Of", bound="OfClasses")
@@ -105,11 +105,11 @@ class Learning(Pass):
                 self._add(op, model, y, kind, value)
 
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
-        """Emit what is said of an output; return the output, and the new ones by their kinds."""
+        """Emit the values that describe an output; return the output, and these by their kinds."""
         raise NotImplementedError
 
     def _add(self, op: Emitter, model: ir.Model, y: ir.Value, kind: str, value: ir.Value) -> None:
-        """Make a value an output, and note of which one it is which kind."""
+        """Make a value an output, and note what it says, and of which output."""
         taken = {x.name: Derived.read(x) for x in model.graph.outputs}
         of_another = (note := taken.get(kind)) is not None and note.of != y.name
         name = f"{y.name}.{kind}" if kind in _BESIDE or of_another else kind
@@ -563,6 +563,7 @@ class VarianceScaling(Learning):
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         y, variance = self._values(model)
         if variance is not None:
+            self.check_count("scale", 1)
             uses, numbers = list(variance.uses()), wide(op, variance)
             return replace_output(
                 op, model, variance, numbers * op.constant(np.array(self.scale), like=numbers), uses
@@ -571,6 +572,11 @@ class VarianceScaling(Learning):
         if len(shape) == rank(y) - 1:
             self.check_count("scale", math.prod(shape))
             scale = scale.reshape(shape)
+        elif rank(y) > 2:
+            raise self.wrong(
+                f"expected an output {name_of(y)!r} with known sizes behind its rows, found shape {y.shape}: fix them "
+                "when you export"
+            )
         return y, {"variance": op.Expand(op.constant(scale, like=wide(op, y)), op.shape_of(y))}
 
     def _values(self, model: ir.Model) -> tuple[ir.Value, ir.Value | None]:

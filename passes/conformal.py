@@ -95,9 +95,9 @@ class PredictionSet(OfClasses, _Conformal):
         p, most = scores.emit_probabilities(op), np.array(self.threshold)
         most += 8 * epsilon(p) * np.abs(most)  # rounding leaves no class out
         if self.score == "lac":
-            return scores.output, {"probability": p, "set": op.GreaterOrEqual(p, op.constant(-most, like=p))}
-        inside = op.LessOrEqual(self._scores(op, p), op.constant(most, like=p))
-        return scores.output, {"probability": p, "set": inside}
+            return scores.output, {"probability": p, "set": op.Not(op.Less(p, op.constant(-most, like=p)))}
+        outside = op.Greater(self._scores(op, p), op.constant(most, like=p))
+        return scores.output, {"probability": p, "set": op.Not(outside)}  # of NaN, every class
 
     def _scores(self, op: Emitter, p: ir.Value) -> ir.Value:
         """Emit the score of each class: the smaller, the more likely."""

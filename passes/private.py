@@ -134,6 +134,8 @@ class GaussianNoise(Clip):
 class ExampleNorms(Pass):
     """Report the norm of the gradient of each example as `example_norms`: large for hard and mislabelled rows.
 
+    The gradient is that by the parameters that train; `graphopt.example_norms` takes all weights of a model.
+
     Args:
         scan: whether operators without a formula for gradients of examples run in a Scan over examples, which is slow.
 

@@ -46,12 +46,13 @@ class LastLayerLaplace(OfClasses):
         structure: what of the matrix is kept: `full`; `kron`, a product of a matrix of features and one of outputs; or
             `diag`. With F features, `full` adds about the cost of one layer of F outputs for each output of
             the model, and `kron` that of one such layer, unless `rank` is less.
-        rank: how many directions of features, those in which the weights are surest, `full` (for each output) and
-            `kron` keep. The others get their mean variance. None keeps all.
+        rank: the number of directions of features that are kept, those of the smallest posterior variance; `full` keeps
+            so many for each output. The others get the mean of their variances. None keeps all.
         task: `classification` or `regression`.
         noise: the variance of a regression's targets around the prediction.
-        factors: R, r, M and m, by which the variances are (x R + r)^2 M + m for features x, D before m if x^2 D is
-            added, D and m alone for `diag`; None learns them.
+        factors: R, M and m, by which the variances are (x R)^2 M + m for features x, with a 1 for the bias of `full`;
+            before m, the mean variance of the directions that R leaves out. For `diag`, D and m: x^2 D + m. None learns
+            them.
 
     Raises:
         GraphoptError: the output does not come out of one Gemm with a constant weight, or the layer is too large.
@@ -108,8 +109,8 @@ class LastLayerLaplace(OfClasses):
             count = min(self.rank or inputs, inputs)
             mean = variances[:, count:].sum(1) / max(inputs - count, 1)
             axes = axes[..., :count].transpose(1, 0, 2).reshape(inputs, -1)
-            weights = np.repeat(np.eye(outputs), count, axis=0) * (variances - mean[:, None])[:, :count].reshape(-1, 1)
-            moves, bias = (axes[:features], axes[features:].sum(0), weights), mean * (inputs - features)
+            weights = np.repeat(np.eye(outputs), count, axis=0) * variances[:, :count].reshape(-1, 1)
+            moves, bias = (axes, weights), np.zeros(outputs)
         else:  # features and the bias have factors of their own, as KFAC of a linear layer has
             left, u = np.linalg.eigh(curvature.sum(0))
             right, v = np.linalg.eigh(x[:, :features].T @ x[:, :features] / rows)
@@ -118,9 +119,9 @@ class LastLayerLaplace(OfClasses):
             variances = 1 / (precision + self._prior(precision, weight)) @ np.square(u).T
             count = min(self.rank or features, features)
             mean = variances[count:features].sum(0) / max(features - count, 1)
-            moves = v[:, ::-1][:, :count], np.zeros(count), variances[:count] - mean
+            moves = v[:, ::-1][:, :count], variances[:count]
             bias = variances[features:].sum(0)
-        return (*moves, *([np.tile(mean, (features, 1))] if mean.any() else []), bias)
+        return (*moves, *([mean] if mean.any() else []), bias)
 
     def _prior(self, precision: np.ndarray, weight: np.ndarray) -> float:
         """Return the precision of the prior, for the eigenvalues of the matrix (MacKay 1992, equation 4.9)."""
@@ -141,23 +142,28 @@ class LastLayerLaplace(OfClasses):
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         logits, x, weight, features = self._layer(model)
         found, outputs = [np.shape(factor) for factor in self.factors or ()], weight.shape[1]
-        middle = found[2][0] if len(found) > 2 and found[2] else features
-        due = [(features, middle), (middle,), (middle, outputs)] * (self.structure != "diag")
-        due += [(features, outputs)] * (len(found) == 5 or not due) + [(outputs,)]
+        groups, inputs = (outputs, len(weight)) if self.structure == "full" else (1, features)  # of directions
+        count = found[0][1] // groups if found and len(found[0]) == 2 else inputs
+        due = [(features, outputs), (outputs,)]
+        if self.structure != "diag":
+            due = [(inputs, groups * count), (groups * count, outputs), *[(outputs,)] * (2 if len(found) == 4 else 1)]
         if found != due:
             raise self.wrong(f"factors: expected arrays of shapes {due}, found {found}")
         y, x, logits = self.own_output(model), wide(op, x), wide(op, logits)
         numbers = [self.number(model, f"{y.name}.laplace", factor, x) for factor in self.factors or ()]
         for factor in numbers:
             FROZEN.set(factor)  # a training of the file leaves them
-        *moves, variance = numbers
-        if len(moves) != 3:
-            variance = op.Gemm(x * x, moves.pop(), variance)
-        if moves:
-            moved = op.Gemm(x, *moves[:2])
-            variance = op.Gemm(moved * moved, moves[2], variance)
-        if len(numbers) == 5:
-            variance = op.Max(variance, 0.0)  # rounding makes it less
+        first, *moves, variance = numbers
+        if not moves:
+            variance = op.Gemm(x * x, first, variance)
+        else:
+            x = op.Pad(x, [0, 0, 0, 1], op.constant(1.0, like=x)) if inputs > features else x
+            moved = op.MatMul(x, first)
+            variance = op.Gemm(moved * moved, moves[0], variance)
+        for mean in moves[1:]:  # a sum of squares: a difference to all of x^2 cancels
+            near = op.Transpose(op.Reshape(moved, [0, groups, -1]), perm=[1, 0, 2])
+            rest = x - op.MatMul(near, op.Transpose(op.Reshape(first, [0, groups, -1]), perm=[1, 2, 0]))
+            variance = variance + op.Transpose(op.ReduceSumSquare(rest, [2], keepdims=0)) * mean
         if len(dims_of(logits)) == 1:
             variance = op.Squeeze(variance, [1])
         if self.task == "regression":

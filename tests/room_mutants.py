@@ -35,7 +35,18 @@ MUTANTS = [
         ("noise_is_normal", "= state.counter(model)", "= op.constant(0)"),
         ("noise_is_normal", "number + i, key)", "number + i)"),
     ),
-    *of("graphopt/graph/randomness.py", PRIVATE, ("noise_is_normal", "radius * (sine * op.Sqrt(2 - double))", "y")),
+    *of(
+        "graphopt/graph/randomness.py",
+        PRIVATE,
+        ("noise_is_normal", "radius * (sine * op.Sqrt(2 - double))", "y"),
+        ("box_and_muller", "-1.6666654611e-1", "-1.65e-1"),
+    ),
+    *of(
+        "passes/uncertainty.py",
+        "uncertainty",
+        ("beyond_the_rank", "axes[..., :count].transpose", "axes[..., -count:].transpose"),
+        ("beyond_the_rank", "v[:, ::-1][:, :count]", "v[:, :count]"),
+    ),
     *of(
         "passes/gradients/examples.py",
         PRIVATE,
@@ -46,6 +57,7 @@ MUTANTS = [
         ),
         ("clipped_means and convolutions", "op.cast(weights, flat.dtype)", "op.cast(op.Ceil(weights), flat.dtype)"),
         ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
+        ("whose_recurrent", "is_whole and {part.source for part in parts_of(site.operand)} == {w}", "is_whole"),
     ),
     *of(
         "passes/quantization/fake_quantize.py",

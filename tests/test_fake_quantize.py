@@ -28,6 +28,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.inspection.report import report
 from graphopt.inspection.sensitivity import sensitivity
 from graphopt.targets.native.lowering import plan
+from passes.quantization import placement
 
 OLD = onnxruntime.__version__.startswith("1.19")  # it has other integer kernels
 RNG = np.random.default_rng(5)
@@ -36,8 +37,8 @@ T = RNG.standard_normal((48, 3)).astype(np.float32)
 IMAGES = RNG.standard_normal((24, 3, 8, 8)).astype(np.float32)
 
 
-def normal(*shape, scale=0.4):
-    return RNG.standard_normal(shape) * scale
+def normal(*shape, scale=0.4, rng=RNG):
+    return rng.standard_normal(shape) * scale
 
 
 def norm(name, channels):
@@ -815,10 +816,15 @@ TIED = {
 @pytest.mark.parametrize("head", TIED)
 @pytest.mark.parametrize("options", ["int8", "int4"])
 def test_a_tied_table_is_rounded_once_and_trains_as_in_pytorch(head, options, tmp_path):
+    rng = np.random.default_rng(0)
     rows = "s = Transpose<perm=[1,0]>(w) e = Gather(s, x)" if head == "its columns" else "e = Gather(w, x)"
     proto = model(
         f"g (int64[N] x) => (float[N,9] y) {{ {rows} h = Gemm(e, v, b) r = Tanh(h) {TIED[head]} }}",
-        **{"w": normal(6, 9) if head == "its columns" else normal(9, 6), "v": normal(6, 6), "b": normal(6)},
+        **{
+            "w": normal(6, 9, rng=rng) if head == "its columns" else normal(9, 6, rng=rng),
+            "v": normal(6, 6, rng=rng),
+            "b": normal(6, rng=rng),
+        },
     )
     ranges = {"e": (-2.0, 2.1), "r": (-1.0, 1.1)} if options == "int8" else None
     quantize = passes.FakeQuantize(
@@ -826,7 +832,7 @@ def test_a_tied_table_is_rounded_once_and_trains_as_in_pytorch(head, options, tm
     )
     steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
     executor = graphopt.Executor(graphopt.compile(proto, quantize=quantize, **steps), threads=1, native=False)
-    x, target = RNG.integers(0, 9, 32), RNG.integers(0, 9, 32)
+    x, target = rng.integers(0, 9, 32), rng.integers(0, 9, 32)
     own = {name: torch.tensor(array, requires_grad=True) for name, array in initializers(proto).items()}
     scales = {
         name: ((ends[1] - ends[0]) / 255, round(-ends[0] / (ends[1] - ends[0]) * 255))
@@ -864,6 +870,20 @@ def test_a_tied_table_is_rounded_once_and_trains_as_in_pytorch(head, options, tm
         assert (counts["QGemm"] + counts["MatMulIntegerToFloat"], counts["MatMul"] + counts["Gemm"]) == (2, 0), counts
     floats = run(executor.trained(quantized=False), x)
     np.testing.assert_allclose(floats, evaluated, atol=0.3)
+
+
+def test_a_product_by_a_tied_table_whose_bias_stays_in_floats_has_no_integer_kernel(tmp_path):
+    proto = model(
+        "g (int64[N] x) => (float[N,9] y) { e = Gather(w, x) r = Tanh(e) y = Gemm<transB=1>(r, w, c) }",
+        **{"w": normal(9, 6), "c": normal(9)},
+    )
+    quantize = passes.FakeQuantize(ranges={"r": (-1.0, 1.1)})
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    executor = graphopt.Executor(graphopt.compile(proto, quantize=quantize, **steps), threads=1)
+    assert ("Gemm", "float: its bias stays in floats") in [row[1:] for row in placement.kernels(executor.model.graph)]
+    if not OLD:
+        counts = kernels(executor.trained(), tmp_path)
+        assert (counts["QGemm"], counts["Gemm"]) == (0, 1), counts
 
 
 @pytest.mark.parametrize("other", ["k = Mul(w, w)", "k = Identity(w)", "k = Gather<axis=1>(w, zero)"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,8 +88,20 @@ def test_bytes_without_weights_refer_to_them(monkeypatch: pytest.MonkeyPatch) ->
     assert storage.message(loaded)[0] == content
 
 
-@pytest.mark.parametrize("write", [storage.skeleton, storage.identity_of, storage.without_weights, ModelParts.of])
-def test_a_model_stays_as_it_is_while_it_is_written(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+WRITERS = {
+    **{write.__name__: write for write in (storage.skeleton, storage.identity_of, storage.without_weights)},
+    "parts": ModelParts.of,
+    "whole": storage.whole,
+    "message": lambda loaded: storage.message_without_weights(loaded, lambda _: True),
+    "save": lambda loaded: storage.save(loaded, "saved.onnx"),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("limit", [storage.LIMIT, 1000])
+def test_a_model_stays_as_it_is_while_it_is_written(
+    write: str, limit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Another thread may read its weights and notes, or write it, too."""
     loaded: Any = graphopt.load(mlp((64, 64, 3)))
     own = ir.node("LayerNormalization", loaded.graph.outputs, {"epsilon": 1e-5}, domain="com.microsoft")
@@ -104,7 +117,18 @@ def test_a_model_stays_as_it_is_while_it_is_written(write: Any, monkeypatch: pyt
         return to_proto(model)
 
     monkeypatch.setattr(ir, "to_proto", written)
-    write(loaded)
+    monkeypatch.setattr(storage, "LIMIT", limit)
+    monkeypatch.chdir(tmp_path)
+    WRITERS[write](loaded)
+
+
+def test_the_documentation_of_a_large_weight_changes_no_identity() -> None:
+    loaded: Any = graphopt.load(mlp((64, 64, 3)))
+    before, _ = storage.identity_of(loaded)
+    tensor = loaded.graph.initializers["fc0.weight"].const_value
+    tensor.doc_string = "from a paper"
+    tensor.metadata_props["origin"] = "a paper"
+    assert storage.identity_of(loaded)[0] == before
 
 
 @pytest.mark.parametrize("limit", [storage.LIMIT, 1000])

@@ -22,6 +22,7 @@ from graphopt.data.loader import draw
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.randomness import normal
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
@@ -207,6 +208,22 @@ def test_noise_is_normal_with_its_deviation_and_differs_from_step_to_step() -> N
         again.step({**rows, "noise_key": np.int32(key)})
         noise = (before - again.state["layers.0.weight"]).ravel()
         assert abs(np.corrcoef(noise, drawn[0])[0, 1] - expected) < 0.02
+
+
+def test_normal_numbers_are_those_of_box_and_muller() -> None:
+    edges = [-(2**31), -(2**31) + 1, -(2**30), -1, 0, 1, 2**30, 2**31 - 1]
+    pairs = np.array([(a, b) for a in edges for b in edges], np.int32)
+    drawn = np.random.default_rng(0).integers(-(2**31), 2**31, (10_000, 2), np.int32)
+    a, b = np.concatenate([pairs, drawn]).T
+    file = graphopt.load(model("g (int32[N] a, int32[N] b) => (int32[N] y) { y = Add(a, b) }"))
+    with Emitter(file) as op:
+        z = op.Identity(normal(op, file.graph.inputs.__getitem__, twice=True), _outputs=["z"])
+    file.graph.outputs.append(z)
+    first = (a.astype(np.float32) + np.float32(0.5)).astype(np.float64) / 2**31
+    radius, angle = np.sign(first) * np.sqrt(-2 * np.log(np.abs(first))), np.pi / 2 * b.astype(np.float64) / 2**31
+    found = np.split(graphopt.run(file, {"a": a, "b": b})["z"], 2)
+    for numbers, expected in zip(found, (radius * np.cos(angle), radius * np.sin(angle)), strict=True):
+        assert (np.abs(numbers - expected) <= 1e-6 * np.abs(radius)).all()
 
 
 class Forget(Pass):
@@ -539,8 +556,15 @@ class Long(nn.Module):
         return self.head(self.cell(x)[0].mean(1))
 
 
-@pytest.mark.parametrize("units", [6, 33])
-@pytest.mark.parametrize("both", [False, True], ids=["forward", "both ways"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("both", "units"),
+    [
+        (True, 6),
+        (False, 33),
+        *(pytest.param(both, n, marks=pytest.mark.exhaustive) for both, n in ((False, 6), (True, 33))),
+    ],
+)
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 def test_recurrent_layers_have_a_formula_whose_clipped_sums_are_those_of_pytorch(
     kind: str, both: bool, units: int
@@ -563,19 +587,23 @@ RECURRENT = {
     "both ways": ("GRU<hidden_size=3, linear_before_reset=1, direction='bidirectional'>(t, w, r, b)", 3, 2, "b"),
     "peepholes": ("LSTM<hidden_size=3, input_forget=1>(t, w, r, b, , , , p)", 4, 1, "bp"),
     "reset before": ("GRU<hidden_size=3, direction='reverse'>(t, w, r)", 3, 1, ""),
-    "rows first": ("LSTM<hidden_size=3, layout=0, direction='reverse', clip=0.4>(t, w, r, b)", 4, 1, "b"),
+    "backwards, clipped": ("LSTM<hidden_size=3, direction='reverse', clip=0.4>(t, w, r, b)", 4, 1, "b"),
+    "no bias": ("LSTM<hidden_size=3>(t, w, r)", 4, 1, ""),
+    "a first state": ("GRU<hidden_size=3, linear_before_reset=1>(t, w, r, b, , s)", 3, 1, "b"),
 }
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_other_forms_of_recurrent_operators_have_the_norms_of_rows_alone(name: str) -> None:
+    """Their gradients are those of PyTorch: tests/test_recurrent.py."""
     call, gates, ways, more = RECURRENT[name]
     random = np.random.default_rng(0)
     shapes = {"w": (ways, gates * 3, 3), "r": (ways, gates * 3, 3), "b": (ways, gates * 6), "p": (ways, 9)}
     weights = {
         key: random.standard_normal(shape).astype(np.float32) for key, shape in shapes.items() if key in f"wr{more}"
     }
-    nodes = f"t = Transpose<perm=[1,0,2]>(x) a, c = {call.replace(chr(39), chr(34))} "
+    state = "m = ReduceMean<keepdims=0>(t, axes) s = Unsqueeze(m, axes)"
+    nodes = f"t = Transpose<perm=[1,0,2]>(x) {state} a, c = {call.replace(chr(39), chr(34))} "
     data = {"x": random.standard_normal((5, 5, 3)).astype(np.float32), "target": np.arange(5) % 3}
     file = model(
         f"g (float[N,5,3] x) => (float[N,3] y) {{ {nodes} y = ReduceMean<keepdims=0>(c, axes) }}",
@@ -588,9 +616,51 @@ def test_other_forms_of_recurrent_operators_have_the_norms_of_rows_alone(name: s
     found = graphopt.run(step, data)
     expected = [graphopt.run(alone, row)["gradient_norm"] for row in rows]
     np.testing.assert_allclose(found["example_norms"], expected, rtol=1e-5)
+    np.testing.assert_allclose(graphopt.run(step, rows[0])["example_norms"], expected[:1], rtol=1e-5)
     whole = graphopt.run(alone, data)
     for key in weights:
         np.testing.assert_allclose(found[f"{key}.grad"], whole[f"{key}.grad"], rtol=1e-4, atol=1e-6)
+
+
+def test_norms_of_rows_follow_the_names_of_the_models_classes() -> None:
+    """Names were numbered in their own order, so that all rows looked mislabelled."""
+    data = data_of(6)
+    names = ["yes", "no", "maybe"]
+    named = graphopt.data.Dataset(data, labels=names)
+    step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step)
+    graphopt.fit(executor, named, epochs=1, validation=None, verbose=False)
+    by_name = (data["x"], np.array(names)[data["target"]])
+    expected, found = (
+        graphopt.example_norms(executor.trained(), rows, passes.CrossEntropy()) for rows in (data, by_name)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+COMPUTED = {
+    "viewed": ("LSTM", "v = Unsqueeze(c, zero)", (4 * 3, 3)),
+    "moved": ("GRU", "a, b, e = Split<num_outputs=3, axis=1>(c) v = Concat<axis=1>(b, a, e)", (1, 3 * 3, 3)),
+}
+
+
+@pytest.mark.parametrize("steps", ["2", "T"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_row_is_clipped_whose_recurrent_weight_is_computed(name: str, steps: str) -> None:
+    """The norm by what the operator reads was taken for the norm by the parameter."""
+    kind, nodes, shape = COMPUTED[name]
+    random = np.random.default_rng(0)
+    call = f"{kind}<hidden_size=3{', linear_before_reset=1' * (kind == 'GRU')}>(t, v, r)"
+    file = model(
+        f"g (float[N,{steps},3] x) => (float[N,3] y) {{ t = Transpose<perm=[1,0,2]>(x) c = Mul(w, ten) {nodes} "
+        f"s, h = {call} y = ReduceMean<keepdims=0>(h, zero) }}",
+        **{"w": random.standard_normal(shape) / 10, "ten": np.array(10.0), "zero": np.array([0])},
+        r=random.standard_normal((1, shape[-2], 3)),
+    )
+    step = graphopt.compile(file, loss=passes.CrossEntropy(), gradient=passes.PrivateGradient(0.1, 1))
+    found = graphopt.run(step, {"x": random.standard_normal((1, 2, 3)).astype(np.float32), "target": np.array([1])})
+    square = sum(float(np.square(g).sum()) for key, g in found.items() if key.endswith(".grad"))
+    assert found["example_norms"] > 0.1
+    np.testing.assert_allclose(np.sqrt(square), 0.1, rtol=1e-4)
 
 
 def test_rounding_of_ranges_that_follow_the_rows_is_named() -> None:

@@ -94,22 +94,64 @@ def test_variances_are_those_of_pytorchs_hessian(form: str, structure: str, task
 @pytest.mark.parametrize("form", ["Gemm", "without a bias"])
 @pytest.mark.parametrize("structure", ["full", "kron"])
 def test_directions_beyond_the_rank_get_their_mean_variance(structure: str, form: str) -> None:
-    """All of them change nothing; of fewer, the sum over an orthonormal basis of features stays."""
-    data = {"x": X, "target": np.random.default_rng(2).integers(0, 3, 60)}
-    every = {"x": np.concatenate([np.eye(5), -np.eye(5)]).astype(np.float32), "target": data["target"][:10]}
+    """The surest are kept."""
+    rng = np.random.default_rng(3)
     head = model(
         f"g (float[N,5] h) => (float[N,3] y) {{ {FORMS[form].replace('z =', 'y =')} }}",
         **{x.name: onnx.numpy_helper.to_array(x) for x in network(form).graph.initializer if x.name in "wb"},
     )
-    features = {"h": np.tanh(X @ RNG.standard_normal((4, 5))).astype(np.float32), "target": data["target"]}
-    found = {}
-    for rank in (None, 9, 2):
-        unsure = graphopt.calibrate(head, features, passes.LastLayerLaplace(0.5, structure, rank=rank))
+    features = np.tanh(X @ rng.standard_normal((4, 5))).astype(np.float32)
+    rows, every = {"h": features, "target": rng.integers(0, 3, 60)}, rng.standard_normal((7, 5)).astype(np.float32)
+
+    def variances(rank: int | None, h: np.ndarray) -> np.ndarray:
+        unsure = graphopt.calibrate(head, rows, passes.LastLayerLaplace(0.5, structure, rank=rank))
         onnx.checker.check_model(ir.to_proto(unsure), full_check=True)
-        found[rank] = graphopt.run(unsure, {"h": every["x"]})["y.variance"]
-    np.testing.assert_allclose(found[9], found[None], rtol=1e-5)
-    np.testing.assert_allclose(found[2].sum(0), found[None].sum(0), rtol=1e-4 if form == "without a bias" else 0.2)
-    assert np.abs(found[2] / found[None] - 1).max() > 1e-3
+        return graphopt.run(unsure, {"h": h.astype(np.float32)})["y.variance"]
+
+    np.testing.assert_allclose(variances(9, every), variances(None, every), rtol=1e-5)
+    numbers = {x.name: onnx.numpy_helper.to_array(x) for x in head.graph.initializer}
+    has_bias, x = "b" in numbers, features.astype(np.float64)
+    p = softmax(x @ numbers["w"] + numbers.get("b", 0), axis=1)
+    curvature = p[:, :, None] * (np.eye(3) - p[:, None])
+    h, of_bias = every, np.zeros(3)
+    if structure == "full":
+        x, h = (np.append(v, np.ones((len(v), 1)), 1) if has_bias else v for v in (x, every))
+        precision = np.einsum("nab,ni,nj->aibj", curvature, x, x).reshape(2 * [3 * x.shape[1]])
+        inverse = np.linalg.inv(precision + 0.5 * np.eye(len(precision))).reshape(2 * [3, x.shape[1]])
+        covariances = [inverse[c, :, c] for c in range(3)]
+    else:
+        left, u = np.linalg.eigh(curvature.sum(0))
+        parts = np.stack([np.linalg.inv(x.T @ x / 60 * each + 0.5 * np.eye(5)) for each in left])
+        covariances = [*np.einsum("ck,kij->cij", u**2, parts)]
+        of_bias = u**2 @ (1 / (left + 0.5)) * has_bias
+    for rank in (2, None):
+        expected = []
+        for covariance in covariances:
+            lengths, axes = np.linalg.eigh(covariance)
+            lengths[rank:] = lengths[rank:].mean() if rank else lengths
+            expected.append(np.square(h @ axes) @ lengths)
+        np.testing.assert_allclose(variances(rank, every), np.stack(expected, 1) + of_bias, rtol=1e-4)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_row_is_not_certain_where_directions_are_left_out(structure: str) -> None:
+    """The difference of two large numbers was 0 in float32."""
+    rng = np.random.default_rng(0)
+    x = np.maximum(rng.standard_normal((400, 12)) @ rng.standard_normal((12, 12)), 0).astype(np.float32)
+    x = np.concatenate([x, np.zeros((400, 8), np.float32)], 1)  # dead units
+    head = model("g (float[N,20] x) => (float[N,2] y) { y = MatMul(x, w) }", w=rng.standard_normal((20, 2)))
+    every, live = (
+        graphopt.run(
+            graphopt.calibrate(
+                head,
+                {"x": x, "target": rng.standard_normal((400, 2))},
+                passes.LastLayerLaplace(1e-4, structure, "regression", rank=rank),
+            ),
+            {"x": x},
+        )["y.variance"]
+        for rank in (None, 12)
+    )
+    np.testing.assert_allclose(live, every, rtol=1e-3)
 
 
 def test_a_rank_of_a_diagonal_is_refused() -> None:

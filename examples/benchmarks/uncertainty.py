@@ -77,9 +77,11 @@ def residual() -> ir.Model:
 
 def laplace(structure: str, features: int, outputs: int, rank: int | None = None) -> passes.LastLayerLaplace:
     """Return a pass that has learnt ones, in the shapes of a last layer: its time does not depend on the numbers."""
-    kept = (rank or features) * (outputs if structure == "full" else 1)
-    shapes: list[tuple[int, ...]] = [(features, kept), (kept,), (kept, outputs)] if structure != "diag" else []
-    shapes += [(features, outputs)] if rank or structure == "diag" else []
+    inputs, groups = (features + 1, outputs) if structure == "full" else (features, 1)  # with a bias
+    kept = (rank or inputs) * groups
+    shapes = (
+        [(features, outputs)] if structure == "diag" else [(inputs, kept), (kept, outputs), *[(outputs,)] * bool(rank)]
+    )
     factors = tuple(np.ones(shape) for shape in [*shapes, (outputs,)])
     return passes.LastLayerLaplace(1.0, structure, rank=rank, factors=factors)
 

@@ -370,10 +370,14 @@ def forget_description(model: ir.Model) -> None:
 
 
 def forget_description_of(proto: onnx.ModelProto) -> None:
-    """Remove the notes that only describe a model from its message."""
+    """Remove from a model's message the notes that only describe it, and what references to its weights describe."""
     for i in reversed(range(len(proto.metadata_props))):
         if proto.metadata_props[i].key in _DESCRIBING:
             del proto.metadata_props[i]
+    for tensor in proto.graph.initializer:
+        if tensor.external_data:  # a reference
+            tensor.ClearField("doc_string")
+            tensor.ClearField("metadata_props")
 
 
 def labels_in(model: ir.Model) -> list[str] | None:

@@ -56,8 +56,9 @@ def normal(
 ) -> ir.Value:
     """Emit float32 numbers of a normal distribution (Box, Muller 1958).
 
-    The angle is twice one from -pi/4 to pi/4, whose sine is a polynomial of Cephes (sinf), and a sign turns the pair by
-    pi. So there is no Sin or Cos of large angles, which cost several times as much.
+    The angle is 2 t for t from -pi/4 to pi/4. A polynomial gives sin t (Cephes, sinf, https://www.netlib.org/cephes).
+    cos 2t and sin 2t follow from it, and a random sign turns the pair by pi. So there is no Sin or Cos of large angles,
+    which cost several times as much.
 
     Args:
         draw: emits `uniform` numbers for the number 0, and others for the number 1.

@@ -137,8 +137,9 @@ class Executor(Checked):
                 f"{name}: expected no new value, as the options of an executor do not change, found {value!r}: create "
                 f"another executor"
             )
-        means = _MEANS_OF_CHANGE.get(name)
-        if means is not None:
+        kind = getattr(type(self), name, None)
+        means = _MEANS_OF_CHANGE.get(name, "it can only be read")
+        if isinstance(kind, property) and kind.fset is None:
             raise GraphoptError(f"{name}: expected no new value, found one: {means}")
         is_own = name[:1] == "_" or name in _SETTABLE or hasattr(type(self), name)
         if not is_own and nearest(name, _SETTABLE):

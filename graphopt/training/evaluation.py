@@ -151,9 +151,10 @@ def example_norms(
     allow_nan: bool = False,
     device: str | Device | None = None,
 ) -> np.ndarray:
-    """Return the norm of the gradient of each row's loss by all parameters together [rows].
+    """Return the norm of the gradient of each row's loss by all weights of the model together [rows].
 
-    It is large for hard, mislabelled and rare rows. Dropout and BatchNormalization work as in inference.
+    It is large for hard, mislabelled and rare rows. Dropout and BatchNormalization work as in inference. The step of a
+    training, `passes.ExampleNorms`, takes only the parameters that train, such as those of an adapter.
 
     Args:
         model: an inference model, trained.
@@ -173,11 +174,13 @@ def example_norms(
 
     check_batch_size("example_norms", batch_size)
     device = Device(device) if isinstance(device, str) else device
-    graph = standard(loss=loss, training=None, gradient=passes.ExampleNorms())(model)
+    loaded = load(model)
+    graph = standard(loss=loss, training=None, gradient=passes.ExampleNorms())(loaded)
     for y in [y for y in graph.graph.outputs if y.name != NORMS]:
         graph.graph.outputs.remove(y)
     inputs = {name_of(x): x for x in with_role(graph, *FED)}
-    batches = Batches(as_dataset(data, inputs), inputs, allow_nan=allow_nan)
+    data = relabelled(as_dataset(data, inputs), labels_in(loaded), "data")
+    batches = Batches(data, inputs, allow_nan=allow_nan)
     return by_batches(Session(device or Device(), graph).compute_arrays, batches, batch_size)[NORMS]
 
 

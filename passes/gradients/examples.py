@@ -325,10 +325,11 @@ def _recurrent(op: Emitter, site: Site, factors: Factors | None) -> Form | None:
     return Known(op.Concat(*sums, axis=2))
 
 
-def _moves_gates(site: Site) -> bool:
-    """Return whether an operand has each gate of one array of weights, in another order, as PyTorch's exporter has."""
+def _moves_gates(site: Site, w: ir.Value) -> bool:
+    """Return whether an operand has each gate of a parameter, in another order, as PyTorch's exporter has."""
     gates = GATES.get(site.node.op_type)
-    return gates is not None and starts_of_blocks(site.operand, gates) is not None
+    is_whole = gates is not None and starts_of_blocks(site.operand, gates) is not None
+    return is_whole and {part.source for part in parts_of(site.operand)} == {w}
 
 
 SITES: dict[str, Callable[..., Form | None]] = {
@@ -504,9 +505,9 @@ class Examples:
         node = site.node
         if node.op_type not in CELLS:
             return {}
-        x, axis = given(node.inputs[0]), 1 - node.attributes.get_int("layout", 0)
+        x = given(node.inputs[0])
         if node not in self._of_steps:
-            fits = self.rows.axes.get(x) == axis and self.rows.lengths.get(x) == 1
+            fits = self.rows.axes.get(x) == 1 and self.rows.lengths.get(x) == 1
             self._of_steps[node] = factors_of(self.op, node, site.dys) if fits else None
         return {"factors": self._of_steps[node]}
 
@@ -550,7 +551,7 @@ class Examples:
 
     def _squared_norm(self, w: ir.Value) -> ir.Value:
         ((site, form), *others) = self._forms_of(w)
-        keeps = self._keeps(w, site.operand) or _moves_gates(site)
+        keeps = self._keeps(w, site.operand) or _moves_gates(site, w)
         if not isinstance(form, Known) and form.has_norm and not others and keeps:
             return form.squared_norm(self.op)
         return _sum_square(self.op, self._gradient(w))

@@ -50,9 +50,9 @@ class FakeQuantize(Pass):
     A weight w of a product becomes s round(w / s), where s is max |w| / `weight_range` of each output, or of each
     block. An activation x becomes s (clip(round(x / s) + z, 0, 255) - z), where s and z follow from the range of x;
     biases become 32-bit integers. A table of embeddings becomes 8-bit integers with one scale, also where a product
-    multiplies by it, as a tied embedding. The weights of a recurrence have a scale for each output, or for each of two
-    directions, and are multiplied in floats. Gradients pass rounding straight through, and are 0 outside of the range
-    (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
+    multiplies by it, as a tied embedding; a bias of such a product stays in floats. The weights of a recurrence have a
+    scale for each output, or for each of two directions, and are multiplied in floats. Gradients pass rounding straight
+    through, and are 0 outside of the range (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
     `Executor.trained()` returns the model in integers, and `trained(quantized=False)` in floats. Activations are
     rounded where ONNX Runtime then computes on integers. A weight with an adapter, such as `LoRA`, is rounded
     after the adapter's change; both models have the merged weight.

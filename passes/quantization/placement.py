@@ -193,6 +193,8 @@ def kernels(graph: ir.Graph) -> Iterator[tuple[str, str, str]]:
                 why = "the runtime has no integer kernel for weights of 4 bits"
             elif not why and _rounding(node.inputs[0]) is None:
                 why = "its input stays in floats"
+            elif not why and any(x is not None and _rounding(x) is None for x in node.inputs[2:]):
+                why = "its bias stays in floats"
             elif not why and row.rounds and not _follows(end_of(node.outputs[0])):
                 why = "its output stays in floats"
             name = name_of(node) if w is None else name_of(_origin(w))

@@ -288,7 +288,7 @@ def _before(op: Emitter, known: Value, first: Value, backwards: bool) -> Value:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the gradients of the weights of a recurrent operator are sums over steps of products of, by direction.
+    """Hold, for each direction, two factors for each weight, whose product, summed over all steps, is its gradient.
 
     Args:
         x: the input [steps, rows, inputs].
@@ -304,31 +304,28 @@ class Factors:
 
 
 def factors_of(op: Emitter, node: Node, dys: Sequence[Input]) -> Factors | None:
-    """Emit the factors of a recurrent operator for the gradients of its outputs; None if it has others.
+    """Emit the factors of a recurrent operator for the gradients of its outputs.
 
-    Those of a GRU that multiplies the state by its weights after the reset are not these, nor those of rows of
-    different lengths.
+    Return None for an operator without such a formula: a GRU with linear_before_reset=0, or rows of different lengths
+    or on the first axis.
     """
-    kind, layout = node.op_type, node.attributes.get_int("layout", 0)
+    kind = node.op_type
     x, w, r, _, lengths, h = (*node.inputs, *[None] * 3)[:6]
-    if lengths is not None or node.attributes.get_int("linear_before_reset", 0) != (kind == "GRU"):
+    others = {"linear_before_reset": int(kind == "GRU"), "layout": 0}
+    if lengths is not None or any(node.attributes.get_int(name, 0) != due for name, due in others.items()):
         return None
     direction, count = node.attributes.get_string("direction", "forward"), GATES[kind]
     ways, start, gates = _ways(direction), len(op.graph), list[Value]()
     assert x is not None and w is not None and r is not None
-    outputs = expanded(
-        op, x, w, r, *node.inputs[3:], node=node, direction=direction or "", layout=layout, products=gates
-    )
+    outputs = expanded(op, x, w, r, *node.inputs[3:], node=node, direction=direction or "", products=gates)
     part = ir.GraphView([], outputs, nodes=list(op.graph)[start:], opset_imports=op.versions)
     seeds = {y: like(op.Identity(op.cast(dy, dtype_of(y))), y) for y, dy in zip(outputs, dys, strict=False) if dy}
     found = backward(op, part, seeds, gates)
     n = width(r)
-    x = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     nothing = op.ConstantOfShape(op.Concat(op.shape_of(x, 1, 2), [n], axis=0), value=ir.tensor([0], dtype=dtype_of(x)))
-    y = op.Transpose(outputs[0], perm=[1, 2, 0, 3]) if layout else outputs[0]
-    known, rs = elements_along(op, y, len(ways), 1), elements_along(op, r, len(ways), 0)
+    known, rs = elements_along(op, outputs[0], len(ways), 1), elements_along(op, r, len(ways), 0)
     result = Factors(x, [], [], [])
-    for i, first in enumerate(_parts(op, h, len(ways), layout)):
+    for i, first in enumerate(_parts(op, h, len(ways))):
         states = known[i]
         states.shape = ir.Shape([*dims_of(x)[:2], n])
         before = _before(op, states, first or nothing, ways[i])
