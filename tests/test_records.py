@@ -19,6 +19,7 @@ from graphopt import cli
 from graphopt.cli.composition.expansion import plain_of
 from graphopt.cli.composition.hydra_config import CommandLine, composing
 from graphopt.cli.composition.record import RunRecord
+from graphopt.errors import GraphoptError
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -172,6 +173,14 @@ def test_a_recipe_of_one_s_own_is_known_without_its_folder(capsys: pytest.Captur
     assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["learning_rate"] == 0.05
     assert cli.main(["evaluate", "folder=run", "experiment=digits_cnn"]) == 1
     assert "found a whole recipe: name groups and fields" in capsys.readouterr().err
+
+
+def test_a_whole_recipe_does_not_replace_that_of_a_run() -> None:
+    record = RunRecord(Path("run"), {"experiment": None, "fit": {"epochs": 3}}, {}, {"experiment": "none"}, is_own=True)
+    line = ("experiment=digits_cnn",)
+    refused = pytest.raises(GraphoptError, match="found a whole recipe: name groups and fields")
+    with composing(CommandLine(line, arguments=line, record=record)) as hydra, refused:
+        hydra.config_loader.load_configuration("graphopt", list(line), RunMode.RUN)
 
 
 @pytest.mark.slow
