@@ -117,6 +117,18 @@ def test_predict_of_a_file_reads_it_alone(capsys: pytest.CaptureFixture[str]) ->
         assert "data" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("header", ["true", "false"])
+def test_predict_of_a_table_by_the_names_of_its_columns(header: str) -> None:
+    """Without names, the column 0 of new rows is a feature, though that of the run was its target."""
+    names = "0,a,b,c,d" if header == "true" else ""
+    np.savetxt("train.csv", np.column_stack([LABELS, X]), ["%d", *["%.4f"] * 4], ",", header=names, comments="")
+    table = ["data=csv", "data.path=train.csv", f"data.header={header}", "data.target='0'", "loss=cross_entropy"]
+    run(*table)
+    np.savetxt("new.csv", X[:9], "%.4f", ",", header=names[2:], comments="")
+    assert cli.main(["predict", "run", "new.csv"]) == 0
+    assert len(np.load("run/predictions.npz")["y"]) == 9
+
+
 def test_a_run_that_held_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
     run("fit.validation=null")
     assert cli.main(["evaluate", "folder=run"]) == 0
