@@ -9,11 +9,13 @@ import pkgutil
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hydra
 import messages
 import numpy as np
 import onnx
@@ -220,6 +222,31 @@ def test_a_primary_config_of_theirs_does_not_hide_ours() -> None:
     }
     assert run(files, NAMED, ["folder=out"]) == 0
     assert seen == []
+
+
+def test_hydra_forgets_the_folder_of_someone_else() -> None:
+    """The user's own application composes in the same process."""
+    Path("own").mkdir()
+    Path("own/main.yaml").write_text("defaults: [optional sub: b]\n")
+    files = {**experiment("x: 1"), "sub/b.yaml": f"call: {MKDIR}\n"}
+    run(files, ["--cfg", "job"], [])
+    with hydra.initialize_config_dir(str(Path("own").absolute()), version_base="1.3"):
+        assert hydra.compose("main") == {}
+
+
+def test_recipes_of_a_package_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
+        archive.writestr("zipped_recipes/__init__.py", "")
+        archive.writestr("zipped_recipes/experiment/mine.yaml", "\ufeff# @package _global_\nfit: {epochs: 2}\n")
+    monkeypatch.syspath_prepend(tmp_path / "zipped.zip")
+    assert cli.main(["--cfg", "job", "hydra.searchpath=[pkg://zipped_recipes]", "experiment=mine"]) == 0
+
+
+@pytest.mark.parametrize("place", ["pkg://nowhere", "file:///nowhere"])
+def test_a_place_without_recipes_is_named(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("nowhere").mkdir()  # which is no package
+    assert cli.main(["--cfg", "job", f"hydra.searchpath=[{place}]"]) == 1
+    assert place in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from graphopt import cli
 from graphopt.cli.composition.expansion import plain_of
 from graphopt.cli.composition.hydra_config import CommandLine, composing
 from graphopt.cli.composition.record import RunRecord
+from graphopt.errors import GraphoptError
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -116,6 +117,18 @@ def test_predict_of_a_file_reads_it_alone(capsys: pytest.CaptureFixture[str]) ->
         assert "data" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("header", ["true", "false"])
+def test_predict_of_a_table_by_the_names_of_its_columns(header: str) -> None:
+    """Without names, the column 0 of new rows is a feature, though that of the run was its target."""
+    names = "0,a,b,c,d" if header == "true" else ""
+    np.savetxt("train.csv", np.column_stack([LABELS, X]), ["%d", *["%.4f"] * 4], ",", header=names, comments="")
+    table = ["data=csv", "data.path=train.csv", f"data.header={header}", "data.target='0'", "loss=cross_entropy"]
+    run(*table)
+    np.savetxt("new.csv", X[:9], "%.4f", ",", header=names[2:], comments="")
+    assert cli.main(["predict", "run", "new.csv"]) == 0
+    assert len(np.load("run/predictions.npz")["y"]) == 9
+
+
 def test_a_run_that_held_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
     run("fit.validation=null")
     assert cli.main(["evaluate", "folder=run"]) == 0
@@ -172,6 +185,14 @@ def test_a_recipe_of_one_s_own_is_known_without_its_folder(capsys: pytest.Captur
     assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["learning_rate"] == 0.05
     assert cli.main(["evaluate", "folder=run", "experiment=digits_cnn"]) == 1
     assert "found a whole recipe: name groups and fields" in capsys.readouterr().err
+
+
+def test_a_whole_recipe_does_not_replace_that_of_a_run() -> None:
+    record = RunRecord(Path("run"), {"experiment": None, "fit": {"epochs": 3}}, {}, {"experiment": "none"}, is_own=True)
+    line = ("experiment=digits_cnn",)
+    refused = pytest.raises(GraphoptError, match="found a whole recipe: name groups and fields")
+    with composing(CommandLine(line, arguments=line, record=record)) as hydra, refused:
+        hydra.config_loader.load_configuration("graphopt", list(line), RunMode.RUN)
 
 
 @pytest.mark.slow

@@ -417,6 +417,91 @@ def test_a_classifier_of_scikit_learn_keeps_the_classes_that_it_knows(
     assert cli.main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv")]) == 0  # which has the target, too
 
 
+BINARY = {  # classes of the file, of the table, what tune says, and the names that it proposes
+    "numbers-for-names": (["no", "yes"], [0, 1], "2 classes by number, no, yes: data.labels=[...] names another order"),
+    "capitals": (["no", "yes"], ["No", "Yes"], "2 classes, as in the file, written No, Yes"),
+    "booleans": ([0, 1], [False, True], "2 classes, as in the file, written False, True"),
+}
+
+
+@pytest.mark.parametrize("case", BINARY)
+def test_a_binary_classifier_of_scikit_learn_takes_no_other_head(case: str, tmp_path: Path) -> None:
+    classes, target, head = BINARY[case]
+    x = np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(int)
+    onx = skl2onnx.to_onnx(LogisticRegression().fit(x, np.array(classes)[y]), x[:1])
+    (tmp_path / "t.onnx").write_bytes(onx.SerializeToString())
+
+    def table(names: list[Any]) -> Path:
+        rows = [f"{a},{b},{names[c]}" for (a, b), c in zip(x, y, strict=True)]
+        (tmp_path / "t.csv").write_text("\n".join(["a,b,target", *rows]))
+        return tmp_path / "t.csv"
+
+    proposed = propose(tmp_path / "t.onnx", table(target), {})
+    assert proposed.lines["head"] == head and "adapter" not in proposed.fields
+    with pytest.raises(graphopt.GraphoptError, match=r"takes no other head, found bad, good: data\.labels="):
+        propose(tmp_path / "t.onnx", table(["bad", "good"]), {})
+    said = {"data.labels": "[bad,good]"}
+    assert (
+        "in the order of data.labels: bad, good" in propose(tmp_path / "t.onnx", tmp_path / "t.csv", said).lines["head"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("targets", "said", "fields", "head"),
+    [
+        ([-1, 1, 4], {}, {"data.labels": "['-1','1','4']"}, "3 classes by number, -1, 1, 4: data.labels=[...] names"),
+        ([1, 2, 3], {}, {"data.labels": "['1','2','3']"}, "3 classes by number, 1, 2, 3: data.labels=[...] names"),
+        ([0, 1, 2], {"loss.output": '"v"'}, {"loss": "cross_entropy"}, "3 classes by number, 0, 1, 2"),
+    ],
+    ids=["negative", "from-one", "quoted-output"],
+)
+def test_classes_of_a_table_by_number(
+    targets: list[object], said: dict[str, str], fields: dict[str, str], head: str, tmp_path: Path
+) -> None:
+    proposed = propose(two_outputs(tmp_path), rows_of(targets, tmp_path), {"loss.output": "u", **said})
+    assert proposed.lines["head"].startswith(head)
+    assert {name: proposed.fields.get(name) for name in fields} == fields
+
+
+def test_the_order_of_classes_that_is_said_is_kept(tmp_path: Path) -> None:
+    file, rows = two_outputs(tmp_path), rows_of(["c", "a", "a"], tmp_path)
+    model = onnx.load(file)
+    onnx.helper.set_model_props(model, {"labels": json.dumps(["a", "b", "c"])})
+    onnx.save(model, file)
+    proposed = propose(file, rows, {"loss.output": "u", "data.labels": "[c,a]"})
+    assert proposed.lines["head"] == "2 new classes in place of 3" and "adapter.grow" not in proposed.fields
+
+
+def test_amounts_are_no_classes(tmp_path: Path) -> None:
+    file, rows = two_outputs(tmp_path), rows_of([1000, *range(30), 10**9], tmp_path)
+    with pytest.raises(graphopt.GraphoptError, match="found 32 whole numbers: loss=mean_squared_error if they are"):
+        propose(file, rows, {})
+    assert propose(file, rows, {"loss": "mean_squared_error"}).fields["loss"] == "mean_squared_error"
+    assert propose(file, rows_of(["inf", 1, 2], tmp_path), {}).fields["loss"] == "mean_squared_error"
+    with pytest.raises(graphopt.GraphoptError, match="found 'w': name one of u, v"):
+        propose(file, rows, {"loss.output": "w"})
+
+
+def two_outputs(folder: Path) -> Path:
+    """Return a file with outputs u and v of three numbers."""
+    values = [
+        onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", d])
+        for n, d in (("x", 2), ("u", 3), ("v", 3))
+    ]
+    weights = [onnx.numpy_helper.from_array(np.ones((2, 3), np.float32), name) for name in ("w0", "w1")]
+    nodes = [onnx.helper.make_node("MatMul", ["x", w], [y]) for w, y in (("w0", "u"), ("w1", "v"))]
+    graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:], weights)
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), folder / "t.onnx")
+    return folder / "t.onnx"
+
+
+def rows_of(targets: list[Any], folder: Path) -> Path:
+    (folder / "t.csv").write_text("\n".join(["a,b,target", *(f"{i},1,{y}" for i, y in enumerate(targets * 2))]))
+    return folder / "t.csv"
+
+
 def test_whole_numbers_for_one_output_are_no_classes(tmp_path: Path) -> None:
     """The output has a number for each row, [n]."""
     x, y = (

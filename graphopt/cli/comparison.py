@@ -88,8 +88,9 @@ class _Run:
     def state(self) -> str:
         """Return why a run has no number, in words; nothing for a complete run."""
         if "value" in self.result:
-            is_without = self.result.get("epoch") == 0 and "validation_loss" not in self.final
-            return "no epoch" if is_without else "not finite" if self.result["value"] is None else ""
+            if self.result["value"] is not None:
+                return ""
+            return "no epoch" if self.result.get("epoch") == 0 and "validation_loss" not in self.final else "not finite"
         if not self.records:
             return "failed" if self.is_of_sweep else "no epoch"
         return "unfinished" if self.is_of_sweep else ""

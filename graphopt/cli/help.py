@@ -38,7 +38,7 @@ USAGE = {
     "check my.onnx": "check its gradients against slopes of the loss, and its predictions against the file",
     "export runs/mine": "write its model or adapter for programs that serve language models",
     "compare runs": "put runs side by side",
-    "serve": "open a page that trains any model file in a browser on this machine",
+    "serve": "print the address of a page that trains any model file in a browser on this machine",
     "doctor": "check this environment",
 }
 USAGE_OF_TUNE = {

@@ -28,5 +28,6 @@ def serve(console: Console) -> None:
             "npm install onnxruntime-web@1.30"
         )
     with PageServer(runtime) as server:
+        say(console, "runtime", str(runtime))
         say(console, "page", f"{server.address} on this machine alone; Ctrl-C ends it")
         server.serve_forever()

@@ -100,10 +100,10 @@ def with_folders(words: Sequence[str]) -> list[str]:
 
 
 def _has_column(path: str, data: Mapping[str, Any]) -> bool:
-    """Return whether a table of text has the column that a run predicts, which is no feature then."""
-    if reader_of(path) == "csv":
+    """Return whether a table of text names the column that a run predicts, which is no feature then."""
+    if reader_of(path) == "csv" and data.get("header", True):
         with suppress(GraphoptError):
-            options = {name: data[name] for name in ("delimiter", "header") if name in data}
+            options = {name: data[name] for name in ("delimiter",) if name in data}
             return str(data["target"]) in csv_columns(path, target=data["target"], **options)[0]
     return False
 

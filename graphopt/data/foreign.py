@@ -122,8 +122,8 @@ def check_both_named(data: Dataset, labels: Sequence[str] | None, name: str) -> 
         found = "those without" if data.labels is None else f"the names {', '.join(map(str, data.labels))}"
         others = "numbers alone" if labels is None else f"the names {', '.join(map(str, labels))}"
         raise GraphoptError(
-            f"{name}: expected classes as in the other data, which have {others}, found {found}: name both, such as by "
-            "graphopt.data.Dataset(arrays, labels=[...]), in the order of the numbers"
+            f"{name}: expected classes as in the other data, which have {others}, found {found}: name both in the "
+            "order of the numbers, by data.labels=[...] or graphopt.data.Dataset(arrays, labels=[...])"
         )
 
 

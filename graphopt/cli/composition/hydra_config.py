@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.errors import OverrideParseException
 from hydra.plugins.config_source import ConfigSource
 from hydra.types import RunMode
@@ -29,7 +31,7 @@ from omegaconf.resolvers import oc
 
 from graphopt.cli.composition.expansion import check_expansion, flattened, plain_of
 from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, mapping, run_of
-from graphopt.cli.composition.sources import RunsRecipe, Sources, register
+from graphopt.cli.composition.sources import FOLDERS, RunsRecipe, register
 from graphopt.cli.run_folder import Before
 from graphopt.errors import GraphoptError, unknown
 
@@ -61,6 +63,7 @@ _FIELDS_OF = {  # and the verbs that use them
 SEARCH_PATH = "hydra.searchpath"
 SET_BY_HYDRA = ("job.override_dirname.", "runtime.choices.", "runtime.config_sources.")
 REFUSED_RESOLVERS = {f"oc.{name}": getattr(oc, name) for name in ("create", "decode", "deprecated", "env")}
+_of_hydra = threading.Lock()  # of its one global object
 # What Hydra raises for configs of unexpected shapes.
 COMPOSITION_ERRORS = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
 
@@ -394,7 +397,8 @@ class RecipeLoader(ConfigLoader):
             if self._is_group(group) and choice != record.choices.get(group)
         }
         for group, choice in self._changed.items():
-            if group not in record.fields and group not in (*NOT_TAKEN, "sweep"):
+            is_whole = group == "experiment" or group not in record.fields
+            if is_whole and group not in (*NOT_TAKEN, "sweep"):
                 raise GraphoptError(
                     f"{group}={choice}: expected single groups and fields beside the recipe of {record.folder}, "
                     "found a whole recipe: name groups and fields"
@@ -469,7 +473,7 @@ class RecipeLoader(ConfigLoader):
 def composing(command_line: CommandLine) -> Iterator[Any]:
     """Yield Hydra, configured to compose and run recipes, in a `with` block."""
     returned: Any = JobReturn.return_value
-    JobReturn.return_value = returned.getter(_returned)  # type: ignore[method-assign]
+    JobReturn.return_value = returned.getter(functools.partial(_returned, returned))  # type: ignore[method-assign]
     try:
         own, application = _hydra_of(()), _hydra_of(command_line.folders)
         application.config_loader = RecipeLoader(application.config_loader, own.config_loader, command_line)
@@ -482,11 +486,15 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
 
 def _hydra_of(folders: tuple[str, ...]) -> Any:
     """Return Hydra, which finds graphopt's recipes and those of others in some folders."""
-    register()
-    Sources.folders = folders
-    GlobalHydra.instance().clear()
-    hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3")
-    return GlobalHydra.instance().hydra
+    with _of_hydra:
+        register()
+        GlobalHydra.instance().clear()
+        given = FOLDERS.set(folders)
+        try:
+            hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3")
+        finally:
+            FOLDERS.reset(given)
+        return GlobalHydra.instance().hydra
 
 
 def _without_folders(overrides: list[str]) -> list[str]:
@@ -494,11 +502,10 @@ def _without_folders(overrides: list[str]) -> list[str]:
     return [str(item.input_line) for item in _parse(*overrides) if item.key_or_group != SEARCH_PATH]
 
 
-def _returned(job: JobReturn) -> Any:
+def _returned(hydras: property, job: JobReturn) -> Any:
     """Return what a job of a sweep has returned, or raise its error, without the line that Hydra prints before."""
-    if job.status is JobStatus.FAILED:
-        raise job._return_value
-    return job._return_value
+    with contextlib.redirect_stderr(io.StringIO()):
+        return hydras.__get__(job)
 
 
 @functools.lru_cache

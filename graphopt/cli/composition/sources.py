@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from collections.abc import Mapping
-from importlib import resources
+from contextvars import ContextVar
+from importlib import resources, util
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
@@ -22,6 +22,9 @@ from graphopt.errors import GraphoptError
 from graphopt.files import check_plain, read_file
 
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
+EACH = 40  # values for which the name of a recipe counts, whose merge costs Hydra as much
+# The folders of others in which this thread has Hydra look; None outside of graphopt's own compositions.
+FOLDERS: ContextVar[tuple[str, ...] | None] = ContextVar("FOLDERS", default=None)
 
 
 class StrangersFolder(ConfigSource):
@@ -33,13 +36,19 @@ class StrangersFolder(ConfigSource):
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
         kind, _, place = self.path.partition("://")
-        self._root: Any = Path(place)
-        if kind == "pkg":
-            with contextlib.suppress(ValueError, ModuleNotFoundError, TypeError):  # it has no recipes then
-                self._root = resources.files(place.replace("/", ".").rstrip("."))
-        elif kind != "file":
+        if kind not in ("file", "pkg"):
             raise GraphoptError(f"hydra.searchpath: expected file://FOLDER or pkg://PACKAGE, found {self.path}")
+        if kind == "pkg" and not _is_package(_module(place)):
+            raise GraphoptError(f"hydra.searchpath: expected an installed package with __init__.py, found {self.path}")
+        if kind == "file" and not Path(place).is_dir():
+            raise GraphoptError(f"hydra.searchpath: expected a folder of recipes, found {self.path}")
         self._left = MOST_READ
+
+    @property
+    def _root(self) -> Any:
+        """Return the folder; that of a package may lie in an archive, which Hydra cannot copy with its source."""
+        kind, _, place = self.path.partition("://")
+        return resources.files(_module(place)) if kind == "pkg" else Path(place)
 
     @staticmethod
     def scheme() -> str:
@@ -52,28 +61,31 @@ class StrangersFolder(ConfigSource):
         return bool(self._root.joinpath(config_path).is_dir())
 
     def is_config(self, config_path: str) -> bool:
-        return bool(self._root.joinpath(self._normalize_file_name(config_path)).is_file())
+        return bool(self._root.joinpath(_file_name(config_path)).is_file())
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        names: list[str] = []
-        for file in self._root.joinpath(config_path).iterdir():
-            self._list_add_result(names, os.path.join(config_path, file.name), file.name, results_filter)
-        return sorted(names)
+        files = [file for file in self._root.joinpath(config_path).iterdir() if file.name != "__pycache__"]
+        groups = [file.name for file in files if file.is_dir() and results_filter is not ObjectType.CONFIG]
+        options = [file.name for file in files if file.is_file() and results_filter is not ObjectType.GROUP]
+        return sorted([*groups, *(name.removesuffix(".yaml") for name in options if name.endswith(".yaml"))])
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = self._root.joinpath(self._normalize_file_name(config_path))
+        file = self._root.joinpath(_file_name(config_path))
         if isinstance(file, Path):
-            if not file.resolve().is_relative_to(self._root.resolve()):
-                raise GraphoptError(f"{file}: expected a recipe below its folder, found a link to {file.resolve()}")
-            content = read_file(file.resolve(), MOST_BYTES)
+            place = file.resolve()
+            if not place.is_relative_to(self._root.resolve()):
+                raise GraphoptError(f"{file}: expected a recipe below its folder, found a link to {place}")
+            content = read_file(place, MOST_BYTES)
         else:
             content = file.read_bytes()
         check_text(str(file), content)
-        text = io.StringIO(content.decode())
+        text = io.StringIO(content.decode("utf-8-sig"))
         text.name = str(file)  # which errors of YAML name
         config = OmegaConf.load(text)
         check_plain(plain_of(config), config_path)
-        return _Counted(self, config_path, config, self._get_header_dict(text.getvalue()))
+        first = text.getvalue().lstrip().partition("\n")[0].lstrip("#").split()
+        package = first[1] if first[:1] == ["@package"] and len(first) == 2 else None
+        return _Counted(self, config_path, config, {"package": package})
 
     def spend(self, config_path: str, fields: int) -> None:
         """Count fields that Hydra reads; raise an error if it has read too many."""
@@ -89,7 +101,8 @@ class _Counted(ConfigResult):
     """Count the fields of a stranger's recipe each time that Hydra asks which others it names: a few name thousands."""
 
     def __init__(self, source: StrangersFolder, config_path: str, config: Any, header: dict[str, str | None]) -> None:
-        self._source, self._name, self._fields = source, config_path, 1 + sum(1 for _ in flattened(config))
+        costs = [EACH if field.startswith("defaults") else 1 for field, _ in flattened(config)]
+        self._source, self._name, self._fields = source, config_path, 1 + sum(costs)
         super().__init__(source.provider, source.path, config, header)
 
     @property
@@ -141,12 +154,28 @@ class RunsRecipe(ConfigSource):
 class Sources(SearchPathPlugin):
     """Have Hydra look for recipes in a run first, and in folders of others last."""
 
-    folders: ClassVar[tuple[str, ...]] = ()
-
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.prepend("run", f"{RunsRecipe.scheme()}://")
-        for folder in self.folders:
-            search_path.append("command-line", f"{StrangersFolder.scheme()}://{folder}")
+        if (folders := FOLDERS.get()) is not None:
+            search_path.prepend("run", f"{RunsRecipe.scheme()}://")
+            for folder in folders:
+                search_path.append("command-line", f"{StrangersFolder.scheme()}://{folder}")
+
+
+def _module(place: str) -> str:
+    return place.replace("/", ".").rstrip(".")
+
+
+def _is_package(name: str) -> bool:
+    """Return whether an installed module is a package that has a file, which others lack that are only folders."""
+    try:
+        spec = util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None and spec.submodule_search_locations is not None
+
+
+def _file_name(config_path: str) -> str:
+    return config_path if config_path.endswith(".yaml") else f"{config_path}.yaml"
 
 
 def register() -> None:

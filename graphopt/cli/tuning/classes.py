@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -144,14 +145,43 @@ def features_of_rows(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
 
 
 def first_output(proposed: Proposal, model: ir.Model) -> ir.Value | None:
-    """Return the floating-point output that is named, or of several the first that a head fits, which is proposed."""
+    """Return the floating-point output that is named, or of several the first that a head fits, which is proposed.
+
+    Raises:
+        GraphoptError: the model has no output of the name.
+    """
     model = passes.Normalize()(model.clone()).model
-    name = proposed.value("adapter.output") or proposed.value("loss.output")
-    outputs = [y for y in model.graph.outputs if is_floating(y) and name in (None, y.name, quoted(name_of(y)))]
+    name = {**proposed.arguments("loss", ("output",)), **proposed.arguments("adapter", ("output",))}.get("output")
+    known = [y for y in model.graph.outputs if is_floating(y)]
+    outputs = [y for y in known if name in (None, y.name)]
+    if known and not outputs:
+        raise GraphoptError(
+            f"tune: loss.output: expected an output of floating-point numbers, found {name!r}: name one of "
+            f"{some([name_of(y) for y in known], 10)}"
+        )
     if len(outputs) > 1:
         outputs.sort(key=lambda y: not _fits(model, name_of(y)))
         proposed.fields["loss.output"] = quoted(name_of(outputs[0]))
     return outputs[0] if outputs else None
+
+
+def takes_head(model: ir.Model, output: ir.Value | None) -> bool:
+    """Return whether a new head fits an output of a model."""
+    return output is not None and _fits(passes.Normalize()(model.clone()).model, name_of(output))
+
+
+def as_written(found: Sequence[str], names: Sequence[str]) -> list[str] | None:
+    """Return the classes of a file, in its order, as data write them; None if the data have others.
+
+    >>> from graphopt.cli.tuning.classes import as_written
+    >>> as_written(["No", "Yes"], ["no", "yes", "open"]), as_written(["True"], ["0", "1"]), as_written(["a"], ["b"])
+    (['No', 'Yes', 'open'], ['0', 'True'], None)
+    """
+    for form in (str, lambda text: {"true": "1", "false": "0"}.get(text.casefold(), text.casefold())):
+        written, known = {form(text): text for text in found}, [form(name) for name in names]
+        if len(written) == len(found) and {*written} <= {*known} and len({*known}) == len(known):
+            return [written.get(text, name) for text, name in zip(known, names, strict=True)]
+    return None
 
 
 def _fits(model: ir.Model, output: str) -> bool:

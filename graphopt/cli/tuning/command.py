@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import inspect
 import os
 import shlex
 import sys
@@ -23,7 +24,7 @@ from graphopt.cli.composition.expansion import read_config
 from graphopt.cli.composition.record import mapping, select
 from graphopt.cli.messages import say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT, final_record
-from graphopt.cli.tuning.classes import first_output, head_of, propose_logits
+from graphopt.cli.tuning.classes import as_written, first_output, head_of, propose_logits, takes_head
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
 from graphopt.cli.tuning.notes import Notes
@@ -146,8 +147,10 @@ def _of_table(proposed: Proposal, file: Path, model: ir.Model, data: Path) -> No
     """Propose the loss of a table's target, the columns of inputs, and a head if the model has other classes."""
     said, kind = proposed.said, proposed.fields["data"]
     target = proposed.arguments("data", ("target",)).get("target", TARGET)
-    options = proposed.arguments("data", ("columns", "delimiter", "features", "labels"))
-    if kind not in ("npy", "npz"):
+    read, is_table = getattr(readers, kind), kind not in ("npy", "npz")
+    named = {"columns", "delimiter", "features", "labels"} & {*inspect.signature(read).parameters}
+    options = proposed.arguments("data", sorted(named))
+    if is_table:
         table = _columns_in(proposed, data)
         if "data.target" not in said:
             _check_target(data, table)
@@ -157,32 +160,84 @@ def _of_table(proposed: Proposal, file: Path, model: ir.Model, data: Path) -> No
             texts = ",".join(f"{quoted(name)}:[{quoted(name)}]" for name in inputs)
             proposed.fields["data.features"] = f"{{{texts}}}"
         options["target"] = target
-    rows = getattr(readers, kind)(str(data), **options)
+    rows = read(str(data), **options)
     if TARGET not in rows.arrays:
         raise GraphoptError(f"{TUNE}: {data}: expected an array {TARGET!r}, found {', '.join(rows.arrays)}")
     targets, output = rows.arrays[TARGET][:], first_output(proposed, model)
     dims = None if output is None or output.shape is None else dims_of(output)
     width = None if dims is None else dims[-1] if len(dims) > 1 else 1
-    is_whole = targets.ndim == 1 and bool(np.all(targets == np.round(targets)))
+    is_whole = targets.ndim == 1 and bool(np.all(np.isfinite(targets) & (targets == np.round(targets))))
     is_classes = rows.labels is not None or (is_whole and width not in (1, None))
+    values = np.unique(targets).astype(int) if is_classes and rows.labels is None else np.arange(0)
+    most = max(len(values), width if isinstance(width, int) else 0)
+    is_amount = len(values) > MOST_CLASSES and (values[0] < 0 or values[-1] >= most)
+    if is_amount and "loss" not in said:
+        raise GraphoptError(
+            f"{TUNE}: {data}: expected at most {MOST_CLASSES} classes, found {len(values):,} whole numbers: "
+            "loss=mean_squared_error if they are amounts, loss=cross_entropy if they are classes"
+        )
+    is_classes &= not is_amount or said["loss"] == "cross_entropy"
     proposed.fields["loss"] = "cross_entropy" if is_classes else "mean_squared_error"
     proposed.lines["data"] = f"{data}: {len(rows)} rows, target {target!r}"
     if is_classes:
-        labels, names = list(rows.labels or map(str, range(int(targets.max()) + 1))), Notes.of(file, model).labels or []
-        found = rows.labels or map(str, np.unique(targets).astype(int))
-        if "data.labels" not in said and {*found} <= {*names} and width in (None, len(names)):
-            propose_logits(proposed, output)
-            proposed.lines["head"] = f"{len(names)} classes, as in the file"
-            if labels != names:
-                proposed.fields["data.labels"] = list_text(names)
-        elif len(labels) == width and ("data.labels" in said or not names):
-            propose_logits(proposed, output)
-            proposed.lines["head"] = (
-                f"{width} classes by number, {some(labels, 10)}: data.labels=[...] names another order"
-            )
-        else:
-            head_of(proposed, model, labels, names)
+        found = list(rows.labels or map(str, values))
+        is_counted = rows.labels is None and values[0] >= 0 and values[-1] < most
+        labels = _by_number(values[-1] + 1) if is_counted else found
+        if rows.labels is None and not is_counted:
+            proposed.fields["data.labels"] = list_text(labels)
+        names = Notes.of(file, model).labels or []
+        if isinstance(width, int) and len(names) != width:
+            names = []  # of other outputs
+        _of_classes(proposed, model, output, data, found, labels, names, width)
+        if not is_table:  # whose classes are numbers
+            proposed.fields.pop("data.labels", None)
     proposed.wait(epochs=100, patience=10)
+
+
+def _by_number(count: int) -> list[str]:
+    return [str(i) for i in range(count)]
+
+
+def _of_classes(
+    proposed: Proposal,
+    model: ir.Model,
+    output: ir.Value | None,
+    data: Path,
+    found: list[str],
+    labels: list[str],
+    names: list[str],
+    width: object,
+) -> None:
+    """Propose to keep the classes of a file, or a head.
+
+    Args:
+        found: the classes in the target of a table.
+        labels: these, and the numbers from 0 on between them.
+        names: the classes of the file, if it names them.
+        width: the last dimension of its output.
+    """
+    is_said, size = "data.labels" in proposed.said, len(names) or width
+    known = None if is_said else as_written(found, names)
+    if known is not None:
+        written = "" if known == names else f", written {some(known, 10)}"
+        proposed.lines["head"] = f"{len(names)} classes, as in the file{written}"
+        if known not in (labels, _by_number(len(known))):
+            proposed.fields["data.labels"] = list_text(known)
+    elif is_said and len(labels) == size:
+        proposed.lines["head"] = f"{size} classes, in the order of data.labels: {some(labels, 10)}"
+    elif not names and len(labels) == size:
+        proposed.lines["head"] = f"{size} classes by number, {some(labels, 10)}: data.labels=[...] names another order"
+    elif takes_head(model, output):
+        head_of(proposed, model, labels, [] if is_said and labels[: len(names)] != names else names)
+        return
+    elif labels == _by_number(len(names)):
+        proposed.lines["head"] = f"{size} classes by number, {some(names, 10)}: data.labels=[...] names another order"
+    else:
+        raise GraphoptError(
+            f"{TUNE}: {data}: expected the classes of the file, {some(names, 10) or size}, which takes no other head, "
+            f"found {some(labels, 10)}: data.labels=[...] names yours in the order of the file's"
+        )
+    propose_logits(proposed, output)
 
 
 def _check_target(file: Path, table: Mapping[str, np.ndarray]) -> None:
@@ -204,7 +259,8 @@ def _of_text(proposed: Proposal, model: ir.Model, data: Path) -> None:
     """Propose a LoRA of a language model; of prompts and chats, the answers count."""
     if all(is_floating(x) for x in model.graph.inputs if not x.is_initializer()):
         raise GraphoptError(
-            f"{TUNE}: {data}: expected a model that reads tokens, found one of other inputs: give its data"
+            f"{TUNE}: {data}: expected a model that reads tokens, found one that reads numbers: name a table, pictures "
+            "or recordings"
         )
     with data.open("rb") as lines:
         first = {} if data.suffix == ".txt" else json_of(lines.readline(MOST_LINE), str(data))
