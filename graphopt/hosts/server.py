@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 from graphopt.confined import confined
 from graphopt.errors import GraphoptError, escaped
 from graphopt.files import json_of
+from graphopt.hosts import for_page
 from graphopt.hosts.for_page import REFUSED, Choice
 
 MOST_BYTES, MOST_CHOICE = 2**29, 2**12  # of a model, and of what a visitor chose
@@ -188,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _compile(self, size: int, choice: Choice, model: BinaryIO, answer: BinaryIO) -> None:
         """Compile in a process with limits, which ends when the page has gone: a small file may ask for any work."""
-        arguments = ["-m", "graphopt.hosts.for_page", json.dumps(asdict(choice))]
+        arguments = ["-m", for_page.__name__, json.dumps(asdict(choice))]
         megabytes = MEGABYTES + MEGABYTES_PER_MEGABYTE * size // 2**20
         command = confined(arguments, megabytes=megabytes, seconds=COMPILE_SECONDS)
         end = time.monotonic() + COMPILE_SECONDS
