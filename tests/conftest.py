@@ -108,7 +108,13 @@ def recipes_are_composed_quickly() -> Iterator[None]:
         return pickle.dumps(yaml.load(text, Loader))
 
     def load(stream: str | bytes | IO[str], Loader: type) -> Any:
-        return pickle.loads(parsed(stream if isinstance(stream, str | bytes) else stream.read(), Loader))
+        if isinstance(stream, str | bytes):
+            return pickle.loads(parsed(stream, Loader))
+        try:
+            return pickle.loads(parsed(stream.read(), Loader))
+        except yaml.YAMLError:
+            stream.seek(0)
+            return yaml.load(stream, Loader)  # whose message names the file
 
     def gather(overrides: Any, defaults: Any, self_added: bool) -> Any:
         is_read = any(default.is_interpolation() for default in defaults)
