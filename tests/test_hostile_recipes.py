@@ -22,6 +22,7 @@ import onnx
 import pytest
 import yaml
 from builders import mlp
+from hydra.core.utils import JobReturn
 from omegaconf import OmegaConf
 
 from graphopt import cli
@@ -229,7 +230,9 @@ def test_hydra_forgets_the_folder_of_someone_else() -> None:
     Path("own").mkdir()
     Path("own/main.yaml").write_text("defaults: [optional sub: b]\n")
     files = {**experiment("x: 1"), "sub/b.yaml": f"call: {MKDIR}\n"}
+    returned = JobReturn.return_value
     run(files, ["--cfg", "job"], [])
+    assert JobReturn.return_value is returned
     with hydra.initialize_config_dir(str(Path("own").absolute()), version_base="1.3"):
         assert hydra.compose("main") == {}
 

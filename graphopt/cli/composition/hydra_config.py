@@ -479,6 +479,7 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
         application.config_loader = RecipeLoader(application.config_loader, own.config_loader, command_line)
         yield application
     finally:
+        JobReturn.return_value = returned  # type: ignore[method-assign]
         GlobalHydra.instance().clear()
         for name, resolver in REFUSED_RESOLVERS.items():
             OmegaConf.register_new_resolver(name, resolver, replace=True)
