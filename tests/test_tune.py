@@ -409,8 +409,8 @@ def test_a_classifier_of_scikit_learn_keeps_the_classes_that_it_knows(
     (tmp_path / "t.onnx").write_bytes(onx.SerializeToString())
     rows = [f"{a},{b},{target[c]}" for (a, b), c in zip(x, y, strict=True)]
     (tmp_path / "t.csv").write_text("\n".join(["a,b,target", *rows]))
-    rate = [] if "new" not in head else ["optimizer.learning_rate=0.3"]
-    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", f"folder={tmp_path / 'run'}", "fit.epochs=4", *rate)
+    fitted = ["optimizer.learning_rate=0.3", "fit.epochs=20"] if "new" in head else ["fit.epochs=4"]
+    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", f"folder={tmp_path / 'run'}", *fitted)
     assert said(capsys)["head"] == head
     assert "from_logits: false" in (tmp_path / "run" / "config.yaml").read_text()
     assert final_accuracy(tmp_path / "run") > 0.8
