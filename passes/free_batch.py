@@ -177,6 +177,9 @@ def places_of_rows(
     merged: dict[ir.Value, Dims] = {}  # whose first axis holds several, of which rows are the last
     for node in model.graph:
         read = [x for x in values_read(node) if x not in fixed]
+        if node.op_type == "Reshape" and node.inputs[0] in fixed and read and InferenceForm.read(node.outputs[0]):
+            fixed.update(node.outputs)  # a scale of `dequantize_late`, which waits for rows, and keeps its numbers
+            continue
         varies = node.op_type in RANDOM or (any(map(InferenceForm.read, node.outputs)) and not drawn)
         if node in left or varies or OF_BATCH.is_set(node):
             continue

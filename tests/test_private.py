@@ -286,6 +286,18 @@ def test_the_norms_of_examples_are_an_output() -> None:
     np.testing.assert_allclose(found, [graphopt.run(alone, row)["gradient_norm"] for row in rows], rtol=1e-5)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_norms_beside_a_quantized_base_are_those_of_rows_alone(symmetric: bool) -> None:
+    base, loss = models.mlp((64,), 3, hidden=[32]), passes.CrossEntropy()
+    parts = {"quantize": passes.QuantizeWeights(symmetric=symmetric), "adapter": passes.LoRA(rank=2), "loss": loss}
+    x, target = np.random.default_rng(0).normal(size=(N, 64)).astype(np.float32), np.arange(N) % 3
+    step = graphopt.compile(base, **parts, clip=passes.ExampleNorms(), optimizer=passes.SGD(0.0))
+    alone = graphopt.compile(base, **parts, clip=passes.GradientNorm())
+    rows = [{"x": x[i : i + 1], "target": target[i : i + 1]} for i in range(N)]
+    expected = [graphopt.run(alone, row)["gradient_norm"] for row in rows]
+    np.testing.assert_allclose(graphopt.run(step, {"x": x, "target": target})["example_norms"], expected, rtol=1e-5)
+
+
 def test_a_penalty_is_no_examples_gradient_and_a_row_that_is_not_finite_counts_as_none() -> None:
     data = data_of(6)
     steps = {"loss": passes.CrossEntropy(), "gradient": passes.PrivateGradient(0.1, rows=6)}

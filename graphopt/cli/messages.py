@@ -107,11 +107,14 @@ def print_matrix(console: Console, title: str, names: Sequence[str], counts: Seq
 
 @contextlib.contextmanager
 def compilations(console: Console) -> Iterator[None]:
-    """Print a line whenever the compiler starts, which may take long."""
+    """Print a line when the compiler starts, which may take long; once for several graphs."""
+    told = set[str]()
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            say(console, "kernels", record.getMessage())
+            if (text := record.getMessage()) not in told:
+                told.add(text)
+                say(console, "kernels", text)
 
     handler, level = Lines(), toolchain.logger.level
     toolchain.logger.addHandler(handler)

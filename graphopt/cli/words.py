@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +14,9 @@ from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.composition.record import RunRecord, mapping
 from graphopt.cli.run_folder import CONFIG
 from graphopt.cli.tuning.proposal import quoted
+from graphopt import data
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
-from graphopt.data.files import csv_columns
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.model_folders import is_model_folder, model_in
 
@@ -81,10 +82,10 @@ def with_folders(words: Sequence[str]) -> list[str]:
 
     if words[:1] == ["predict"] and len(words) > 2 and is_run(*words[:2]) and _is_path(words[2]):
         record = RunRecord.read(Path(words[1]))
-        data, fields = mapping(record and record.resolved.get("data")), [f"data.path={quoted(words[2])}"]
-        if "replay" in data and (kind := reader_of(words[2])):
-            data, fields = options_of("data")[kind], [f"data={kind}", *fields]
-        is_left_out = "target" in data and not _has_column(words[2], data)
+        options, fields = mapping(record and record.resolved.get("data")), [f"data.path={quoted(words[2])}"]
+        if "replay" in options and (kind := reader_of(words[2])):
+            options, fields = options_of("data")[kind], [f"data={kind}", *fields]
+        is_left_out = "target" in options and not _has_column(words[2], options)
         words = [*words[:2], *fields, *["data.target=null"] * is_left_out, *words[3:]]
     runs = [word for word in words if "=" not in word and os.path.isdir(word)]
     if "compare" in words and len(runs) > 1:
@@ -99,12 +100,14 @@ def with_folders(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _has_column(path: str, data: Mapping[str, Any]) -> bool:
-    """Return whether a table of text names the column that a run predicts, which is no feature then."""
-    if reader_of(path) == "csv" and data.get("header", True):
-        with suppress(GraphoptError):
-            options = {name: data[name] for name in ("delimiter",) if name in data}
-            return str(data["target"]) in csv_columns(path, target=data["target"], **options)[0]
+def _has_column(path: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a table has the column that a run predicts, which is no feature then."""
+    kind, own = reader_of(path), {name: options[name] for name in ("delimiter",) if name in options}
+    if kind in ("csv", "parquet", "arrow") and options.get("header", True) and isinstance(options["target"], str):
+        with suppress(GraphoptError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run repeats them
+            getattr(data, kind)(path, target=None, features=[options["target"]], columns="auto", **own)
+            return True
     return False
 
 

@@ -200,9 +200,11 @@ def imported(what: str, module: str, package: str = "", *, extra: str = "") -> M
     package = package or module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # of the package
         install = f"'graphopt[{extra}]'" if extra else package.lower()
-        raise GraphoptError(f"{what}: expected the package {package}, found none: pip install {install}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0])
+        found = "none" if is_missing else f"one whose import fails ({type(error).__name__}: {line(error)})"
+        raise GraphoptError(f"{what}: expected the package {package}, found {found}: pip install {install}") from error
 
 
 @contextlib.contextmanager

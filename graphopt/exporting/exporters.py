@@ -20,7 +20,7 @@ from torch.onnx import symbolic_helper
 from torch.onnx import utils as registry
 from torch.utils import _pytree as pytree
 
-from graphopt.errors import GraphoptError, line, some
+from graphopt.errors import GraphoptError, kind_of, line, some
 from graphopt.exporting import tracing
 from graphopt.exporting.tracing import Example
 from graphopt.graph.loading import load
@@ -80,8 +80,7 @@ def exported(
         example = _with_rows(example)
         leaves = _named_inputs(module, example)
         shapes = _batch(leaves)
-    if unknown := [name for name in shapes if name not in leaves]:
-        raise GraphoptError(f"dynamic_shapes: expected names of inputs, {list(leaves)}, found {unknown[0]!r}")
+    shapes = _checked(shapes, leaves)
     call = _Call(module, example, shapes, leaves, inputs, outputs, opset)
     with _errors(exporter), tracing.traced(module):
         model = _dynamo(call) if exporter == "dynamo" else _torchscript(call)
@@ -98,6 +97,26 @@ def exported(
     if verify and not draws:
         _verify(model, module, example, shapes)
     return model
+
+
+def _checked(shapes: object, leaves: Mapping[str, torch.Tensor]) -> _Shapes:
+    """Return the names of sizes by input and dimension; torch.export.Dim has a name, too."""
+    such = f"such as {{{next(iter(leaves), 'x')!r}: {{0: 'n'}}}}"
+    if not isinstance(shapes, Mapping):
+        raise GraphoptError(f"dynamic_shapes: expected a dict by the names of inputs, {such}, found {kind_of(shapes)}")
+    if unknown := [name for name in shapes if name not in leaves]:
+        raise GraphoptError(f"dynamic_shapes: expected names of inputs, {list(leaves)}, found {unknown[0]!r}")
+    named: dict[str, dict[int, str]] = {}
+    for name, axes in shapes.items():
+        sizes = axes if isinstance(axes, Mapping) else {None: axes}
+        named[name] = {axis: getattr(size, "__name__", size) for axis, size in sizes.items()}
+        for axis, size in named[name].items():
+            if axis not in range(leaves[name].ndim) or not isinstance(size, str):
+                raise GraphoptError(
+                    f"dynamic_shapes: {name}: expected names of sizes by dimension, of 0 to {leaves[name].ndim - 1}, "
+                    f"{such}, found {axes!r}"
+                )
+    return named
 
 
 def _arguments(example: object) -> Example:

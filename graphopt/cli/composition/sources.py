@@ -18,7 +18,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from graphopt.cli.composition.expansion import MOST_BYTES, check_text, flattened, plain_of
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
 from graphopt.files import check_plain, read_file
 
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
@@ -38,8 +38,8 @@ class StrangersFolder(ConfigSource):
         kind, _, place = self.path.partition("://")
         if kind not in ("file", "pkg"):
             raise GraphoptError(f"hydra.searchpath: expected file://FOLDER or pkg://PACKAGE, found {self.path}")
-        if kind == "pkg" and not _is_package(_module(place)):
-            raise GraphoptError(f"hydra.searchpath: expected an installed package with __init__.py, found {self.path}")
+        if kind == "pkg":
+            _check_package(_module(place), self.path)
         if kind == "file" and not Path(place).is_dir():
             raise GraphoptError(f"hydra.searchpath: expected a folder of recipes, found {self.path}")
         self._left = MOST_READ
@@ -165,13 +165,17 @@ def _module(place: str) -> str:
     return place.replace("/", ".").rstrip(".")
 
 
-def _is_package(name: str) -> bool:
-    """Return whether an installed module is a package that has a file, which others lack that are only folders."""
+def _check_package(name: str, path: str) -> None:
+    """Raise an error unless a module is an installed package that has a file, which others lack that are only folders."""
+    found = path
     try:
         spec = util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None and spec.submodule_search_locations is not None
+        if spec is not None and spec.origin is not None and spec.submodule_search_locations is not None:
+            resources.files(name)
+            return
+    except Exception as error:  # of the package, whose own code runs
+        found = f"{path}, whose import fails: {type(error).__name__}: {line(error)}"
+    raise GraphoptError(f"hydra.searchpath: expected an installed package with __init__.py, found {found}")
 
 
 def _file_name(config_path: str) -> str:
