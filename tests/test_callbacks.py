@@ -559,6 +559,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, 
         make()
 
 
+def test_a_package_whose_import_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    message = r"package wandb, found one whose import fails \(RuntimeError: no licence\): pip install wandb$"
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        callbacks.Tracker("wandb")
+
+
 @pytest.mark.slow
 def test_tensorboard_reads_the_records(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")

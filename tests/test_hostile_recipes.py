@@ -245,6 +245,16 @@ def test_recipes_of_a_package_in_an_archive(tmp_path: Path, monkeypatch: pytest.
     assert cli.main(["--cfg", "job", "hydra.searchpath=[pkg://zipped_recipes]", "experiment=mine"]) == 0
 
 
+def test_a_package_whose_import_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_recipes").mkdir()
+    (tmp_path / "broken_recipes" / "__init__.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["--cfg", "job", "hydra.searchpath=[pkg://broken_recipes]"]) == 1
+    assert "pkg://broken_recipes, whose import fails: RuntimeError: no licence" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", ["pkg://nowhere", "file:///nowhere"])
 def test_a_place_without_recipes_is_named(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("nowhere").mkdir()  # which is no package

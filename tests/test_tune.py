@@ -15,6 +15,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import PIL.Image
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import skl2onnx
 import soundfile
@@ -277,6 +279,25 @@ def test_notes_beside_a_file_say_what_its_pixels_become(case: str, files: Path, 
     assert re.search(expected, propose(tmp_path / "fixed.onnx", files / "pictures", {}).lines["pixels"])
 
 
+@pytest.mark.parametrize("nodes", [("Mul", 1 / 255), ("Div", 127.5), ("Sub", 103.9)])
+def test_a_file_that_rescales_bytes_says_so(nodes: tuple[str, float], files: Path, tmp_path: Path) -> None:
+    proto, (kind, number) = onnx.load(files / "fixed.onnx"), nodes
+    x = proto.graph.input[0].name
+    for node in proto.graph.node:
+        node.input[:] = ["moved" if name == x else name for name in node.input]
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(number, np.float32), "by"))
+    first = [
+        onnx.helper.make_node(kind, [x, "by"], ["scaled"]),
+        onnx.helper.make_node("Sub", ["scaled", "by"], ["moved"]),
+    ]
+    later = [*proto.graph.node]
+    del proto.graph.node[:]
+    proto.graph.node.extend([*first, *later])
+    onnx.save(proto, tmp_path / "own.onnx")
+    line = propose(tmp_path / "own.onnx", files / "pictures", {}).lines["pixels"]
+    assert line == f"255 x of x from 0 to 1, as {tmp_path / 'own.onnx'} says"
+
+
 LABEL_SETS = {
     "kept": (["one", "seven", "six", "five", "two"], "5 classes, as in the file"),
     "grown": (["six", "seven"], "3 classes, 2 of the file and 1 new"),
@@ -415,6 +436,12 @@ def test_a_classifier_of_scikit_learn_keeps_the_classes_that_it_knows(
     assert "from_logits: false" in (tmp_path / "run" / "config.yaml").read_text()
     assert final_accuracy(tmp_path / "run") > 0.8
     assert cli.main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv")]) == 0  # which has the target, too
+    table = pyarrow.csv.read_csv(tmp_path / "t.csv")
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    assert cli.main(["predict", str(tmp_path / "run"), str(tmp_path / "t.parquet"), "data=parquet"]) == 0
+    found = np.load(tmp_path / "run" / "predictions.npz")
+    assert np.mean(found["label"].astype(str) == np.array(target)[y].astype(str)) > 0.8
+    assert {*found} == {"label", "probabilities"} if "new" in head else "output_label" in {*found}
 
 
 BINARY = {  # classes of the file, of the table, what tune says, and the names that it proposes
@@ -519,6 +546,18 @@ def test_whole_numbers_for_one_output_are_no_classes(tmp_path: Path) -> None:
     assert propose(tmp_path / "t.onnx", tmp_path / "t.csv", {}).fields["loss"] == "mean_squared_error"
 
 
+def test_the_fixed_batch_of_a_table_is_freed(tmp_path: Path) -> None:
+    proto = ir.to_proto(graphopt.models.mlp((2,), 3))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    del proto.graph.value_info[:]
+    onnx.save(proto, tmp_path / "one.onnx")
+    np.savez(tmp_path / "rows.npz", x=np.eye(2, dtype=np.float32), target=[0, 2])
+    proposed = propose(tmp_path / "one.onnx", tmp_path / "rows.npz", {})
+    assert proposed.fields["pipeline.normalize.batch"] == "free"
+    assert proposed.lines["batch"] == "the fixed batch of 1 is freed"
+
+
 def test_the_inputs_of_a_pipeline_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """scikit-learn's file has an input for each column, of words or numbers."""
     pandas = pytest.importorskip("pandas")
@@ -591,6 +630,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "labels that do not exclude each other": (["many.onnx", "pictures"], "found a Sigmoid"),
     "two folders": (["fixed.onnx", "pictures", "flat"], "found"),
     "texts": (["fixed.onnx", "lines.jsonl"], "expected a model that reads tokens"),
+    "another framework": (["net.pt", "pictures"], "net.pt: expected an ONNX model, found PyTorch's"),
+    "of pictures": (["fixed.onnx", "tones"], "expected one input of samples, [N, samples] or [N, 1, samples]"),
+    "samples of words": (["sound.onnx", "tones", "data.samples=lots"], "data.samples: expected a whole number"),
+    "no rate": (["sound.onnx", "tones", "data.rate=0"], "data.rate: expected a whole number"),
     "a table of few values": (
         ["sound.onnx", "few.csv"],
         "such as data.target=kind (2 different values), data.target=b",
@@ -625,6 +668,9 @@ def test_a_mistake_is_one_line(
     (tmp_path / "flat").mkdir()
     shutil.copy(next((files / "pictures" / "six").glob("*.png")), tmp_path / "flat")
     (tmp_path / "a.doc").write_bytes(b"")
+    for name in ("high", "low"):
+        (tmp_path / "tones" / name).mkdir(parents=True)
+        soundfile.write(tmp_path / "tones" / name / "1.wav", np.zeros(400), 8000)
     (tmp_path / "lines.jsonl").write_text('{"text": "hi"}\n')
     Path("few.csv").write_text("a,b,kind\n1,2,no\n3,4,yes\n5,2,no\n7,4,yes\n")
     Path("many.csv").write_text("a,b,c\n1,2,3\n3,4,5\n5,6,7\n7,8,9\n")

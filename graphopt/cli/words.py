@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from graphopt import data
 from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields, options_of
 from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.composition.record import RunRecord, mapping
 from graphopt.cli.run_folder import CONFIG
 from graphopt.cli.tuning.proposal import quoted
-from graphopt import data
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
 from graphopt.errors import GraphoptError, nearest

@@ -67,6 +67,9 @@ def audio(
     ((2, 1000), ('high', 'low'))
     """
     imported(*_SOUNDFILE)
+    for name, number in (("rate", rate), ("samples", samples)):
+        if number is not None and not (isinstance(number, int) and 0 < number <= MOST_SAMPLES):
+            raise GraphoptError(f"data.{name}: expected a whole number, 1 to {MOST_SAMPLES:,}, found {number!r}")
     root = Path(path)
     files, classes, names = files_and_labels(root, "recordings", target is not None, labels)
     files, classes, sizes = without_others(root, "recordings", files, classes, _size_of)
@@ -77,8 +80,8 @@ def audio(
                 f"{file}: expected {wanted:,} samples per second, found {size.rate:,}: convert it to this rate"
             )
     length = max(size.samples for size in sizes) if samples is None else samples
-    if not 0 < length <= MOST_SAMPLES:
-        raise GraphoptError(f"data.samples: expected 1 to {MOST_SAMPLES:,}, found {length:,}")
+    if length > MOST_SAMPLES:
+        raise GraphoptError(f"{path}: expected recordings of at most {MOST_SAMPLES:,} samples, found {length:,}")
     shape = (len(files), 1, length) if channel_axis else (len(files), length)
     arrays: dict[str, Array] = {"x": _Recordings(shape, files)}
     if target is not None:

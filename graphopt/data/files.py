@@ -200,7 +200,7 @@ def imported(what: str, module: str, package: str = "", *, extra: str = "") -> M
     package = package or module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except Exception as error:  # of the package
+    except Exception as error:
         install = f"'graphopt[{extra}]'" if extra else package.lower()
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0])
         found = "none" if is_missing else f"one whose import fails ({type(error).__name__}: {line(error)})"

@@ -142,10 +142,10 @@ def _as_names(names: _Names) -> list[str]:
     return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
 
 
-def _stack(path: str, columns: Mapping[str, _Cells], names: Sequence[str]) -> np.ndarray:
+def _stack(path: str, columns: Mapping[str, _Cells], names: Sequence[str], mend: str = "") -> np.ndarray:
     if not names:
         raise GraphoptError(f"{path}: expected feature columns, found none")
-    arrays = [_numeric_column(path, name, columns[name]) for name in names]
+    arrays = [_numeric_column(path, name, columns[name], mend) for name in names]
     if len(arrays) == 1 and arrays[0].ndim > 1:
         return arrays[0]
     if any(array.ndim > 2 for array in arrays):
@@ -208,7 +208,7 @@ def _target(
                 f"{path}: {place}: expected a value to predict, found none, as in {count}: leave "
                 f"them out, or the column, {option(path, 'target', 'null')}"
             )
-    return _vector(_stack(path, columns, names)), None
+    return _vector(_stack(path, columns, names, "name one column of classes as the target")), None
 
 
 def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | None:
@@ -238,7 +238,7 @@ def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | N
     return tuple(sorted(words))
 
 
-def _numeric_column(path: str, name: str, column: _Cells) -> np.ndarray:
+def _numeric_column(path: str, name: str, column: _Cells, mend: str = "") -> np.ndarray:
     """Return a column as int64 if all numbers are whole, otherwise as float64."""
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column
@@ -260,7 +260,7 @@ def _numeric_column(path: str, name: str, column: _Cells) -> np.ndarray:
         except (ValueError, OverflowError):  # also for whole numbers beyond int64
             continue
     row, text = next((i, text) for i, text in enumerate(texts) if not is_numeral(text))
-    mend = f"{option(path, 'columns', 'auto')} makes features of text and dates"
+    mend = mend or f"{option(path, 'columns', 'auto')} makes features of text and dates"
     if ways := written_as([*dict.fromkeys(text for text in texts if text != "nan")], any_unit=True):
         mend = f"columns={{*: auto, {name}: {' or '.join(ways)}}} reads it"
     raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")

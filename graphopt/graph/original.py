@@ -81,9 +81,9 @@ def write_weights(original: ModelParts, trained: ModelParts, model: ir.Model, *,
     sources = {x.name for part in folds.values() for x in part.graph.input}
     for name in sorted(changed - sources - places.keys()):
         raise GraphoptError(
-            f"the file that was compiled: expected an initializer with weight {name!r}, found none of this name, as if "
-            "an exporter had merged equal weights, or a node had it as an attribute: take the trained model instead, "
-            "trained.onnx of a run or trained() without into"
+            f"expected the file that was compiled, with weight {name!r}, found none of this name: it is another file, "
+            "an exporter has merged equal weights, or a node has it as an attribute: take the trained model instead, "
+            "trained.onnx of a run, or trained() without into"
         )
     reshaped = False
     for name, tensors in places.items():

@@ -194,6 +194,8 @@ def check_free(model: ir.Model, name: str) -> None:
     values = ir.convenience.create_value_mapping(model.graph)
     if name in values:
         problem = f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
+        if role_of(values[name]) is not None:
+            problem = f"expected one part of training that reads {name!r}, such as one loss, found two: leave one out"
         _rename(values[name], values, problem)
 
 

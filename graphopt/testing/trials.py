@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.arguments import checked
-from graphopt.errors import GraphoptError, kind_of, line
+from graphopt.errors import GraphoptError, kind_of, line, nearest
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import FED, Role, labels_of, role_of, with_role
@@ -241,12 +241,12 @@ class _Bench:
             program = f"{made}{body}"
             with _quiet():
                 if made not in self.heads:
-                    self.heads[made] = self.environment()
-                    exec(made, self.heads[made])
+                    names = self.environment()
+                    exec(made, names)
+                    self.heads[made] = names
                 exec(body, self.heads[made] | self.names)
         except Exception as error:  # noqa: BLE001 - an author's code raises what it likes
-            said = line(error) if isinstance(error, GraphoptError) else f"{type(error).__name__}: {line(error)}"
-            self.trials.append(Trial(property, case, "failed", said, self.whole(program)))
+            self.trials.append(Trial(property, case, "failed", _text_of(error), self.whole(program)))
         else:
             self.trials.append(Trial(property, case, "passed", "", self.whole(program)))
 
@@ -512,6 +512,10 @@ def try_pass(
     return bench.result()
 
 
+def _text_of(error: Exception) -> str:
+    return line(error) if isinstance(error, GraphoptError) else f"{type(error).__name__}: {line(error)}"
+
+
 def _place(bench: _Bench, own: str, base: Mapping[str, str]) -> str:
     """Return the step at which a pass stands: that of its family, or the first at which it compiles."""
     import passes
@@ -530,8 +534,8 @@ def _place(bench: _Bench, own: str, base: Mapping[str, str]) -> str:
     for name in ("clip", "standardize", "training", "average"):
         try:
             bench.compiled("mlp", {**base, name: own})
-        except GraphoptError as error:
-            errors.append(f"{name}: {line(error)}")
+        except Exception as error:  # noqa: BLE001 - an author's code raises what it likes
+            errors.append(f"{name}: {_text_of(error)}")
         else:
             return name
     raise GraphoptError(
@@ -569,8 +573,13 @@ def try_gradient(
     >>> try_gradient("Elu", [numpy.linspace(-1, 1, 6)], alpha=0.5).passed
     True
     """
+    if callable(operator):
+        raise GraphoptError("try_gradient: expected an operator's name or a model first, found a function: write rule=")
     names = {schema.name for schema in onnx.defs.get_all_schemas()}
     single = isinstance(operator, str) and operator in names
+    if isinstance(operator, str) and operator.isidentifier() and not single:
+        near = f", nearest: {found!r}" if (found := nearest(operator, names)) else ""
+        raise GraphoptError(f"try_gradient: expected the name of an operator, or a model, found {operator!r}{near}")
     if isinstance(inputs, str) or (single and (not isinstance(inputs, Sequence) or not inputs)):
         raise GraphoptError(f"try_gradient({operator!r}): expected the arrays of its inputs, found {kind_of(inputs)}")
     if not single and (rule is not None or attributes):

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.metadata import ADAPTER, LABELS, labels_in
 from graphopt.graph.origins import Kind, Origin
+from graphopt.graph.postprocessing import Detached
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import constant_of, dtype_of, is_floating, name_of, redirect
+from graphopt.graph.values import constant_of, dims_of, dtype_of, is_floating, name_of, redirect
 from graphopt.graph.weight_kinds import EMBEDDING, Moves, inverse, moved
 from graphopt.intervals import within
 from graphopt.moments import Moments
@@ -39,7 +41,8 @@ class Head(Pass):
     `parameters.unfreeze` names it.
 
     Args:
-        output: the name of the output; by default, the only floating-point output.
+        output: the name of the output; by default, the only floating-point output. Outputs that name the classes of the
+            file are left out, if these are others now.
         classes: the number of outputs of the new product, at most a million; None for as many as the
             data has classes, or columns of numbers, which `graphopt.adapt` and recipes count.
         grow: begin with the weight and the bias of the file, which are the first outputs; only further outputs have new
@@ -114,7 +117,10 @@ class Head(Pass):
         ensure_typed(model)
         if len(labels_in(model) or ()) != self.classes:
             LABELS.remove(model)  # the names of other outputs
-        target = self._target(model, self._output(model))
+        output = self._output(model)
+        if not (self.grow and dims_of(output)[-1] == self.classes):
+            _leave_out_names(model, output)
+        target = self._target(model, output)
         if self.center is not None and len(self.center) not in (1, target.sizes[0]):
             raise GraphoptError(
                 f"Head: center: expected 1 number or {target.sizes[0]}, one of each feature, found {len(self.center)}"
@@ -219,6 +225,26 @@ def _advice(target: AdapterTarget | None) -> str:
     if not target.source.quantized and target.source.unrounded is None:
         return ""
     return f" of packed weights: leave them out of quantize, by leave_out={target.name!r}"
+
+
+def _leave_out_names(model: ir.Model, output: ir.Value) -> None:
+    """Leave out outputs that name classes of the file, such as the labels and the dictionaries of scikit-learn."""
+    detached = Detached.read(model)
+    if detached is None:
+        return
+    parts, others = list(zip(detached.parts, detached.models(), strict=True)), list[onnx.ModelProto]()
+    for _, part in parts:
+        tables = {x.name for x in part.graph.initializer if len(x.dims) == 1}
+        nodes = part.graph.node
+        if any(node.op_type == "ZipMap" or (node.op_type == "Gather" and node.input[0] in tables) for node in nodes):
+            others.append(part)
+    kept = [(data, part) for data, part in parts if part not in others]
+    left_out = {y.name for part in others for y in part.graph.output}
+    outputs = tuple(dict.fromkeys([*(x for x in detached.outputs if x not in left_out), name_of(output)]))
+    read = {*outputs, *(x.name for _, part in kept for x in part.graph.input)}
+    for y in [y for y in model.graph.outputs if name_of(y) not in read]:  # which the parts alone read
+        model.graph.outputs.remove(y)
+    Detached(outputs, tuple(data for data, _ in kept)).write(model)
 
 
 def _following(node: ir.Node) -> dict[ir.Node, None]:

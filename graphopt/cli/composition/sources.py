@@ -166,14 +166,14 @@ def _module(place: str) -> str:
 
 
 def _check_package(name: str, path: str) -> None:
-    """Raise an error unless a module is an installed package that has a file, which others lack that are only folders."""
+    """Raise an error unless a module is a package that has a file, which others lack that are only folders."""
     found = path
     try:
         spec = util.find_spec(name)
         if spec is not None and spec.origin is not None and spec.submodule_search_locations is not None:
             resources.files(name)
             return
-    except Exception as error:  # of the package, whose own code runs
+    except Exception as error:  # noqa: BLE001 - a package's own code raises what it likes
         found = f"{path}, whose import fails: {type(error).__name__}: {line(error)}"
     raise GraphoptError(f"hydra.searchpath: expected an installed package with __init__.py, found {found}")
 

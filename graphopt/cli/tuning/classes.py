@@ -94,7 +94,7 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
         told = f"{len(classes)} classes, {len(names)} of the file and {len(classes) - len(names)} new"
     else:
         known = some(names, 3) if len(names) == len(labels) else size or "those of the file"
-        told = f"{len(classes)} new classes in place of {known}"
+        told = f"{len(classes)} new {'class' if len(classes) == 1 else 'classes'} in place of {known}"
     proposed.lines["head"] = told
     proposed.head(classes if is_kept or is_grown else None, grow=is_kept or is_grown)
     name = None if output is None else name_of(output)

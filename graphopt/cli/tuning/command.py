@@ -21,10 +21,11 @@ import passes
 from graphopt import data as readers
 from graphopt.adapters.targets import targets_in
 from graphopt.cli.composition.expansion import read_config
+from graphopt.cli.composition.recipe import check_format
 from graphopt.cli.composition.record import mapping, select
 from graphopt.cli.messages import say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT, final_record
-from graphopt.cli.tuning.classes import as_written, first_output, head_of, propose_logits, takes_head
+from graphopt.cli.tuning.classes import as_written, first_output, freed, head_of, propose_logits, takes_head
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
 from graphopt.cli.tuning.notes import Notes
@@ -75,6 +76,8 @@ def tune(
         SystemExit: a run has ended with an error, which is printed.
     """
     plain = [word for word in words if "=" not in word and word != TUNE]
+    for word in plain:
+        check_format(word)
     said = dict(word.split("=", 1) for word in words if "=" in word)
     models, others = ([word for word in plain if names_model(word) == is_model] for is_model in (True, False))
     if not models or len(others) != 1:
@@ -115,6 +118,8 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
     folder = datetime.now().strftime("runs/%Y-%m-%d/%H-%M-%S-%f")
     fields = {"model": quoted(str(model)), "data": kind, "data.path": quoted(str(data)), "folder": folder}
     proposed = Proposal(said, fields)
+    if kind not in ("images", "audio"):  # which tell the form of rows first
+        loaded = _freed(proposed, loaded)
     if kind == "images":
         of_images(proposed, model, loaded, data, pixels)
     elif kind == "audio":
@@ -126,6 +131,17 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
     else:
         _of_table(proposed, model, loaded, data)
     return proposed
+
+
+def _freed(proposed: Proposal, model: ir.Model) -> ir.Model:
+    """Return a model whose inputs have one fixed batch with an open one, if that is proved, which is proposed."""
+    inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+    sizes = {dims_of(x)[0] for x in inputs if x.shape is not None and len(x.shape)}
+    if len(sizes) != 1 or not isinstance(rows := sizes.pop(), int):
+        return model
+    model = freed(proposed, model, rows)
+    proposed.lines.setdefault("batch", f"the fixed batch of {rows} is freed")
+    return model
 
 
 def _columns_in(proposed: Proposal, data: Path) -> Mapping[str, np.ndarray]:
@@ -266,7 +282,8 @@ def _of_text(proposed: Proposal, model: ir.Model, data: Path) -> None:
         first = {} if data.suffix == ".txt" else json_of(lines.readline(MOST_LINE), str(data))
     is_answered = isinstance(first, dict) and bool({"prompt", "messages"} & first.keys())
     proposed.fields |= {"loss": "causal_language_model", "adapter": "lora", "optimizer.learning_rate": "2e-4"}
-    proposed.fields |= {"data.context": "256", "fit.batch_size": "8", "fit.epochs": "3"}
+    proposed.fields |= {"data.context": "256", "fit.epochs": "3"}
+    proposed.fields.setdefault("fit.batch_size", "8")
     if is_answered:
         proposed.fields |= {"data.completion_only": "true", "loss.labels": "true"}
     proposed.lines["data"] = f"{data}: {'the answers count' if is_answered else 'each token counts'}"

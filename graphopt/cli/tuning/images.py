@@ -27,7 +27,7 @@ from graphopt.cli.tuning.classes import (
     training_folder,
 )
 from graphopt.cli.tuning.notes import PIXELS, Notes
-from graphopt.cli.tuning.proposal import Proposal
+from graphopt.cli.tuning.proposal import GIVE_ROWS, Proposal
 from graphopt.data import Dataset, images
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError
@@ -108,8 +108,7 @@ def _input(file: Path, model: ir.Model) -> ir.Value:
     if len(inputs) != 1 or inputs[0].shape is None or len(inputs[0].shape) != 4:
         found = ", ".join(f"{x.name!r} of shape {x.shape}" for x in inputs) or "none"
         raise GraphoptError(
-            f"tune: {file}: expected one input of images, [N, C, H, W] or [N, H, W, C], found {found}: give rows of "
-            "what it takes, a table or an .npz of arrays by the names of its inputs, with 'target'"
+            f"tune: {file}: expected one input of images, [N, C, H, W] or [N, H, W, C], found {found}: {GIVE_ROWS}"
         )
     return inputs[0]
 
@@ -193,8 +192,8 @@ def _pixels(
         moments = PIXELS[word]
     mean, scale = moments
     is_unit = moments == PIXELS["unit"]
-    formula = "x from 0 to 1" if is_unit else f"(x - {_shown(mean)}) / {_shown(scale)} of x from 0 to 1"
-    proposed.lines["pixels"] = f"{word and word + ': '}{formula}, {why}"
+    formula = "x" if is_unit else "255 x" if moments == PIXELS["bytes"] else f"(x - {_shown(mean)}) / {_shown(scale)}"
+    proposed.lines["pixels"] = f"{word and word + ': '}{formula}{' of x' * (not is_unit)} from 0 to 1, {why}"
     if not is_unit:
         proposed.fields |= {
             "standardize": "inputs",

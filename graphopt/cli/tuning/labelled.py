@@ -88,7 +88,8 @@ def of_labelled_text(
         proposed.fields["parameters.unfreeze"] = list_text(["*"])
     for name in ("fit.cache_features", "adapter.standardize"):  # of frozen layers
         proposed.fields.pop(name, None)
-    proposed.fields |= {"optimizer.learning_rate": RATE, "fit.batch_size": TOGETHER}
+    proposed.fields["optimizer.learning_rate"] = RATE
+    proposed.fields.setdefault("fit.batch_size", TOGETHER)
     proposed.wait(EPOCHS, PATIENCE)
 
 

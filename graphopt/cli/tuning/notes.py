@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.files import json_of, read_file
@@ -24,6 +25,7 @@ PIXELS: dict[str, Moments] = {
 }
 MOST_BYTES = 2**24  # of a file of notes
 LARGEST = 4096  # pixels along an axis
+MEAN_OF_BYTES = 50  # at least, which networks subtract
 _RANGES = {  # of ONNX's documentation, MetadataProps.md
     "NominalRange_0_255": PIXELS["bytes"],
     "Normalized_0_1": PIXELS["unit"],
@@ -49,13 +51,13 @@ class Notes:
     def of(cls, file: Path, model: ir.Model) -> Notes:
         """Return the notes of a model: its own first, then those in its folder, and above a folder `onnx`.
 
-        Read are the metadata `Image.NominalPixelRange` and `labels`, the classes of scikit-learn's operators,
-        `preprocessor_config.json` of transformers, and `config.json` of timm and transformers.
+        Read are the metadata `Image.NominalPixelRange` and `labels`, the first nodes, the classes of scikit-learn's
+        operators, `preprocessor_config.json` of transformers, and `config.json` of timm and transformers.
 
         Raises:
             GraphoptError: a file beside the model is too large, or no JSON.
         """
-        moments = _RANGES.get(PIXEL_RANGE.read(model) or "")
+        moments = _RANGES.get(PIXEL_RANGE.read(model) or "", PIXELS["bytes"] if _rescales_bytes(model) else None)
         found = [
             cls(None if moments is None else (moments, str(file)), labels=labels_in(model) or _of_classifier(model))
         ]
@@ -71,6 +73,23 @@ class Notes:
             next((note.size for note in found if note.size), None),
             next((note.labels for note in found if note.labels), None),
         )
+
+
+def _rescales_bytes(model: ir.Model) -> bool:
+    """Return whether the first nodes bring numbers from 0 to 255 near 1, as Keras's Rescaling(1 / 255) does."""
+    inputs, factor = [x for x in model.graph.inputs if not x.is_initializer()], 1.0
+    x, is_moved = (inputs[0] if len(inputs) == 1 else None), False
+    while x is not None and len({*x.consumers()}) == 1:
+        node = x.consumers()[0]
+        numbers = next((array for y in node.inputs if (array := constant_of(y)) is not None), None)
+        if node.op_type in ("Mul", "Div") and node.inputs[0] is x and numbers is not None and np.all(numbers > 0):
+            factor *= float(numbers.max()) if node.op_type == "Mul" else 1 / float(numbers.min())
+        elif node.op_type in ("Add", "Sub") and numbers is not None:
+            is_moved = is_moved or float(np.abs(numbers).min()) > MEAN_OF_BYTES * factor
+        elif node.op_type not in ("Cast", "Identity", "Transpose"):
+            break
+        x = node.outputs[0]
+    return is_moved or 0.5 < 255 * factor < 16
 
 
 def _of_classifier(model: ir.Model) -> list[str] | None:

@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 HEAD_RATE = "0.005"  # of AdamW, on features of a head that are standardized
 VALIDATION_LOSS = "validation_loss"
+GIVE_ROWS = "give rows of what it takes, a table or an .npz of arrays by the names of its inputs, with 'target'"
 _PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
 
 

@@ -18,7 +18,7 @@ from graphopt.cli.tuning.classes import (
     training_folder,
 )
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import Proposal, quoted
+from graphopt.cli.tuning.proposal import GIVE_ROWS, Proposal, quoted
 from graphopt.data import audio
 from graphopt.data.audio_folders import rate_of
 from graphopt.errors import GraphoptError
@@ -53,15 +53,15 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
     if len(inputs) != 1 or not is_floating(inputs[0]) or not (len(dims) == 2 or has_channel):
         found = ", ".join(f"{x.name!r} of shape {x.shape}" for x in inputs) or "none"
         raise GraphoptError(
-            f"tune: {file}: expected one input of samples, [N, samples] or [N, 1, samples], found {found}"
+            f"tune: {file}: expected one input of samples, [N, samples] or [N, 1, samples], found {found}: {GIVE_ROWS}"
         )
     if isinstance(dims[0], int):
         model = freed(proposed, model, dims[0])
     declared = dims[-1] if isinstance(dims[-1], int) else None
-    samples = int(proposed.said["data.samples"]) if "data.samples" in proposed.said else declared
+    options = {"samples": declared, **proposed.arguments("data", ("samples", "rate"))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run repeats them
-        found_data = audio(str(root), samples=samples, channel_axis=has_channel)
+        found_data = audio(str(root), **options, channel_axis=has_channel)
     length = found_data.arrays["x"].shape[-1]
     proposed.fields |= {"data.samples": str(length)} | ({"data.channel_axis": "true"} if has_channel else {})
     proposed.lines["model"] = f"{file}: {inputs[0].name!r} takes {length:,} samples{of_batch(proposed, dims[0])}"
