@@ -73,7 +73,7 @@ class Desk:
         return said
 
     def row(self, role: str, result: str) -> str:
-        """Return a row of the table in RESULTS.md."""
+        """Return a row of the table in guides/first_days.md."""
         seconds = f"{_seconds() - self._started:.0f}"
         numbers = [self.commands, self.lines, len(self.refusals), self.tracebacks]
         return f"| {role} | {' | '.join(map(str, numbers))} | {seconds} | {result} |"

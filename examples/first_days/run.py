@@ -1,4 +1,4 @@
-"""Play the first days of five roles with the graphopt of a checkout, and print a row of RESULTS.md for each.
+"""Play the first days of five roles with the graphopt of a checkout, and print a row of guides/first_days.md for each.
 
 Run it: python examples/first_days/run.py [--checkout FOLDER] [ROLE ...]
 It needs the extras cpu, sklearn and images, torch, make, a C compiler, node and npm.

@@ -35,6 +35,7 @@ LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second", "
 OF_PLACES = ("folder", "resume")
 LOSSES = ("validation_loss", "loss")
 DIGITS = 4  # significant ones of numbers
+MOST_NAMED = 3  # options whose values name curves
 MOST_VALUES = 4  # of an option, whose means are compared one by one
 PLACES = 2  # decimal places of per cents
 
@@ -73,7 +74,9 @@ class _Run:
         if name in self.overrides:
             return self.overrides[name]
         value = self.choices[name] if name in self.choices else select(self.config, name)
-        return "" if value is None or isinstance(value, Mapping) else str(value)
+        if value is None or isinstance(value, Mapping):
+            return ""
+        return str(value).lower() if isinstance(value, bool) else str(value)
 
     @property
     def has_report(self) -> bool:
@@ -123,7 +126,7 @@ class _Effect:
         values = [run.option(option) for run in runs]
         names = _halves(values) if len(set(values)) > MOST_VALUES else map(_option_text, values)
         for name, run in zip(names, runs, strict=True):
-            groups.setdefault(name, []).append(float(run.final[measure]))
+            groups.setdefault(name or "none", []).append(float(run.final[measure]))
         means = {name: sum(numbers) / len(numbers) for name, numbers in groups.items()}
         if len(means) < 2 or len(runs) < 3 or min(map(len, groups.values())) < least:
             return None
@@ -234,7 +237,8 @@ class _Comparison:
             figures = [
                 (label_of(name), measure_text(name, x, PLACES), "c1" if name == self.by else "") for name, x in numbers
             ]
-            facts = dict(zip(labels, map(_option_text, map(best.option, self.options)), strict=True))
+            values = map(_option_text, map(best.option, self.options))
+            facts = {label: value for label, value in zip(labels, values, strict=True) if value}
             parts = [html.figures(figures), *([html.facts(facts)] if facts else [])]
             parts += [html.note(f"{line[:1].upper()}{line[1:]}.") for line in self.others]
             parts = [html.section(f"Best run: {best.name}", *parts)]
@@ -282,7 +286,8 @@ class _Comparison:
             factor, unit = (100, PERCENT) if is_share(measure) else (1, "")
             lines = {}
             for run in drawn:
-                values = ", ".join(filter(None, map(_option_text, map(run.option, self.options))))
+                options = self.options if len(self.options) <= MOST_NAMED else ()
+                values = ", ".join(filter(None, map(_option_text, map(run.option, options))))
                 records: list[Record] = [*run.records, *({} for _ in epochs)]
                 numbers = [record.get(measure) for record in records[: len(epochs)]]
                 lines[f"{run.name}: {values}" if values else run.name] = [

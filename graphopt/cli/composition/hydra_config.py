@@ -421,6 +421,8 @@ class RecipeLoader(ConfigLoader):
         """Return a record as recipes: the primary one, and the option of each group that is kept."""
         base = base_recipe()
         own = {name: node for name, node in record.fields.items() if name not in {*NOT_TAKEN, "sweep", *self._changed}}
+        if "fit" in own:  # an older run lacks fields that have been added since
+            own["fit"] = {**base["fit"], **mapping(own["fit"])}
         chosen = {
             group: option for default in base["defaults"] if default != "_self_" for group, option in default.items()
         }
