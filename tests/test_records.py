@@ -272,6 +272,17 @@ def test_files_of_a_run_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> 
         assert "run: expected a folder without a run, found one" in capsys.readouterr().err
 
 
+def test_a_run_takes_fields_that_have_been_added_since() -> None:
+    assert cli.main([*MINE, "fit.epochs=1", "folder=run"]) == 0
+    composed = Path("run/.hydra/config.yaml")
+    lines = composed.read_text().splitlines(keepends=True)
+    others = [line for line in lines if not line.startswith("  export:")]
+    assert len(others) == len(lines) - 1
+    composed.write_text("".join(others))
+    assert cli.main(["evaluate", "folder=run"]) == 0
+    assert cli.main(["resume=run", "fit.epochs=2"]) == 0
+
+
 def test_labels_of_a_binary_loss_are_predicted_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     rows = "".join(f"{a},{b},{'yes' if a > 0 else 'no'}\n" for a, b in X[:, :2].tolist())
     Path("train.csv").write_text(f"a,b,target\n{rows}")

@@ -438,7 +438,7 @@ def test_a_classifier_of_scikit_learn_keeps_the_classes_that_it_knows(
     assert cli.main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv")]) == 0  # which has the target, too
     table = pyarrow.csv.read_csv(tmp_path / "t.csv")
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    assert cli.main(["predict", str(tmp_path / "run"), str(tmp_path / "t.parquet"), "data=parquet"]) == 0
+    assert cli.main(["predict", str(tmp_path / "run"), str(tmp_path / "t.parquet")]) == 0
     found = np.load(tmp_path / "run" / "predictions.npz")
     assert np.mean(found["label"].astype(str) == np.array(target)[y].astype(str)) > 0.8
     assert {*found} == {"label", "probabilities"} if "new" in head else "output_label" in {*found}

@@ -83,8 +83,11 @@ def with_folders(words: Sequence[str]) -> list[str]:
     if words[:1] == ["predict"] and len(words) > 2 and is_run(*words[:2]) and _is_path(words[2]):
         record = RunRecord.read(Path(words[1]))
         options, fields = mapping(record and record.resolved.get("data")), [f"data.path={quoted(words[2])}"]
-        if "replay" in options and (kind := reader_of(words[2])):
+        kind, tables = reader_of(words[2]), {"csv", "parquet", "arrow"}
+        if "replay" in options and kind:
             options, fields = options_of("data")[kind], [f"data={kind}", *fields]
+        elif record and {kind, record.choices.get("data")} <= tables and kind != record.choices["data"]:
+            fields = [f"data={kind}", *fields, f"data.target={quoted(str(options['target']))}"]
         is_left_out = "target" in options and not _has_column(words[2], options)
         words = [*words[:2], *fields, *["data.target=null"] * is_left_out, *words[3:]]
     runs = [word for word in words if "=" not in word and os.path.isdir(word)]
@@ -102,7 +105,8 @@ def with_folders(words: Sequence[str]) -> list[str]:
 
 def _has_column(path: str, options: Mapping[str, Any]) -> bool:
     """Return whether a table has the column that a run predicts, which is no feature then."""
-    kind, own = reader_of(path), {name: options[name] for name in ("delimiter",) if name in options}
+    kind = reader_of(path)
+    own = {name: options[name] for name in ("delimiter",) if kind == "csv" and name in options}
     if kind in ("csv", "parquet", "arrow") and options.get("header", True) and isinstance(options["target"], str):
         with suppress(GraphoptError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run repeats them
