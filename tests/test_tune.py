@@ -139,7 +139,7 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
     assert (
         lines["pixels"].startswith("imagenet: (x - [0.485,")
         and lines["pixels"].endswith("as --pixels says")
-        and "; its fixed batch of 1 is freed" in lines["model"]
+        and lines["batch"] == "the fixed batch of 1 is freed"
     )
     assert (tmp_path / "run" / "report.html").read_text().count("<figure") >= 12  # pictures, and not their features
     trained = tmp_path / "run" / "trained.onnx"

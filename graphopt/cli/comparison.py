@@ -325,6 +325,12 @@ def compare(folder: str | os.PathLike[str]) -> Path:
     return Path(folder, PAGE)
 
 
+def finals(folder: Path) -> tuple[str, dict[Path, float]]:
+    """Return the measure that ranks the runs below a folder, and its value in each, the best run first."""
+    comparison = _Comparison.of(folder)
+    return comparison.by, {run.path: float(run.final[comparison.by]) for run in comparison.runs}
+
+
 def _measure_names(runs: Sequence[_Run]) -> list[str]:
     """Return the names of numbers that any run has, those of held-out rows first."""
     names = dict.fromkeys(name for run in runs for name, x in run.final.items() if isinstance(x, int | float))
@@ -338,13 +344,19 @@ def _decisive(runs: Sequence[_Run], measures: Sequence[str], options: Sequence[s
 
     Runs with different losses are ranked by a metric, if they have one.
     """
-    chosen = {str(select(run.config, "fit.checkpoint.best")) for run in runs}
+    chosen = {_chooses(run.config) for run in runs}
     if len(chosen) == 1 and (name := chosen.pop()) in measures and name not in LOSSES:
         return name
     losses = [name for name in LOSSES if name in measures] or ["loss"]
     metrics = [name for name in measures if name in METRICS or is_share(name)]
     has_losses = any(name.split(".")[0] == "loss" for name in options)
     return metrics[0] if has_losses and metrics else losses[0]
+
+
+def _chooses(config: Mapping[str, object]) -> str:
+    """Return the measure that chooses the epoch whose weights a run exports, if its recipe names one."""
+    monitor = mapping(select(config, "callbacks.early_stopping")).get("monitor")
+    return str(monitor or select(config, "fit.checkpoint.best"))
 
 
 def _option_text(value: str) -> str:

@@ -108,7 +108,7 @@ def _checked(shapes: object, leaves: Mapping[str, torch.Tensor]) -> _Shapes:
         raise GraphoptError(f"dynamic_shapes: expected names of inputs, {list(leaves)}, found {unknown[0]!r}")
     named: dict[str, dict[int, str]] = {}
     for name, axes in shapes.items():
-        sizes = axes if isinstance(axes, Mapping) else {None: axes}
+        sizes: Mapping[Any, Any] = axes if isinstance(axes, Mapping) else {None: axes}
         named[name] = {axis: getattr(size, "__name__", size) for axis, size in sizes.items()}
         for axis, size in named[name].items():
             if axis not in range(leaves[name].ndim) or not isinstance(size, str):

@@ -45,8 +45,12 @@ def training_folder(proposed: Proposal, data: Path) -> Path:
     return root
 
 
-def freed(proposed: Proposal, model: ir.Model, rows: int) -> ir.Model:
-    """Propose to free a fixed batch, if that is proved, or else batches of its size; return the model so."""
+def freed(proposed: Proposal, model: ir.Model) -> ir.Model:
+    """Propose to free a batch that inputs have fixed, if that is proved, or else batches of its size."""
+    inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+    sizes = {dims_of(x)[0] for x in inputs if x.shape is not None and len(x.shape)}
+    if len(sizes) != 1 or not isinstance(rows := sizes.pop(), int):
+        return model
     try:
         open_model: ir.Model = passes.Normalize(batch="free")(model.clone()).model
     except GraphoptError as error:
@@ -54,12 +58,8 @@ def freed(proposed: Proposal, model: ir.Model, rows: int) -> ir.Model:
         proposed.lines["batch"] = f"{rows}, as in the file: {error}"
         return model
     proposed.fields["pipeline.normalize.batch"] = "free"
+    proposed.lines["batch"] = f"the fixed batch of {rows} is freed"
     return open_model
-
-
-def of_batch(proposed: Proposal, rows: object) -> str:
-    """Return the end of a line about a model: whether its fixed batch is freed."""
-    return f"; its fixed batch of {rows} is freed" if proposed.value("pipeline.normalize.batch") == "free" else ""
 
 
 def describe(proposed: Proposal, root: Path, data: Dataset, what: str) -> list[str]:

@@ -20,16 +20,15 @@ from rich.console import Console
 import passes
 from graphopt import data as readers
 from graphopt.adapters.targets import targets_in
-from graphopt.cli.composition.expansion import read_config
+from graphopt.cli.comparison import finals
 from graphopt.cli.composition.recipe import check_format
-from graphopt.cli.composition.record import mapping, select
 from graphopt.cli.messages import say
-from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT, final_record
+from graphopt.cli.run_folder import MODEL, REPORT
 from graphopt.cli.tuning.classes import as_written, first_output, freed, head_of, propose_logits, takes_head
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import HEAD_RATE, VALIDATION_LOSS, Proposal, list_text, quoted
+from graphopt.cli.tuning.proposal import HEAD_RATE, Proposal, list_text, quoted
 from graphopt.cli.tuning.recordings import of_recordings
 from graphopt.cli.words import TUNE, names_model, reader_of
 from graphopt.data.dataset import TARGET
@@ -44,9 +43,7 @@ from graphopt.graph.model_folders import model_in
 from graphopt.graph.values import dims_of, is_floating, name_of
 from graphopt.graph.weight_kinds import EMBEDDING
 from graphopt.inspection.words import label_of, measure_text
-from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.callbacks.terminal import is_watched, open_console
-from graphopt.training.checkpoints import larger_is_better
 
 DEEPER = "deeper"  # the folder of the second run, in that of the first
 SHARE = 0.01  # of the head's rate, for the last layers
@@ -93,8 +90,8 @@ def tune(
     folder = _run(console, proposed, main)
     if deeper:
         head = folder
-        folder = _run(console, _deeper(head, proposed), main)
-        folder = _better(console, head, folder)
+        _run(console, _deeper(head, proposed), main)
+        folder = _better(console, head)
     say(console, "again", shlex.join(["graphopt", f"recipe={quoted(str(folder))}"]))
     if is_watched() and not console.quiet:
         _open(folder / REPORT)
@@ -119,7 +116,7 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
     fields = {"model": quoted(str(model)), "data": kind, "data.path": quoted(str(data)), "folder": folder}
     proposed = Proposal(said, fields)
     if kind not in ("images", "audio"):  # which tell the form of rows first
-        loaded = _freed(proposed, loaded)
+        loaded = freed(proposed, loaded)
     if kind == "images":
         of_images(proposed, model, loaded, data, pixels)
     elif kind == "audio":
@@ -131,17 +128,6 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
     else:
         _of_table(proposed, model, loaded, data)
     return proposed
-
-
-def _freed(proposed: Proposal, model: ir.Model) -> ir.Model:
-    """Return a model whose inputs have one fixed batch with an open one, if that is proved, which is proposed."""
-    inputs = [x for x in model.graph.inputs if not x.is_initializer()]
-    sizes = {dims_of(x)[0] for x in inputs if x.shape is not None and len(x.shape)}
-    if len(sizes) != 1 or not isinstance(rows := sizes.pop(), int):
-        return model
-    model = freed(proposed, model, rows)
-    proposed.lines.setdefault("batch", f"the fixed batch of {rows} is freed")
-    return model
 
 
 def _columns_in(proposed: Proposal, data: Path) -> Mapping[str, np.ndarray]:
@@ -333,28 +319,14 @@ def _last_layers(model: ir.Model) -> tuple[list[str], bool]:
     return [name for name in dict.fromkeys(names) if name in normal.graph.initializers], len(last) == len(layers)
 
 
-def _better(console: Console, *folders: Path) -> Path:
-    """Print which of the runs has the best held-out measure with the weights of its file, and return its folder."""
-    measure, values = _measure(folders[0]), {}
-    for folder in folders:
-        noted = next(iter(read_json_lines(folder / RESULT)), {})
-        records = [record for record in read_json_lines(folder / METRICS_FILE) if "seconds" in record]
-        values[folder] = float(final_record(noted, records)[measure])
-    best = (max if larger_is_better(measure) else min)(values, key=lambda folder: values[folder])
-    texts = ", ".join(f"{folder} {measure_text(measure, value)}" for folder, value in values.items())
+def _better(console: Console, head: Path) -> Path:
+    """Print which run in a folder has the best measure with the weights of its file, and return its folder."""
+    measure, values = finals(head)
+    best = next(iter(values))
+    texts = ", ".join(f"{folder} {measure_text(measure, value)}" for folder, value in sorted(values.items()))
     rows = "" if measure == "loss" else " of held-out rows"
     say(console, "best", f"{best / MODEL}, by the {label_of(measure)}{rows}: {texts}")
     return best
-
-
-def _measure(folder: Path) -> str:
-    """Return the measure that has chosen the epoch whose weights a run has."""
-    config = read_config(folder / CONFIG)
-    if not select(config, "fit.validation"):
-        return "loss"
-    if stopping := select(config, "callbacks.early_stopping"):
-        return str(mapping(stopping).get("monitor", VALIDATION_LOSS))
-    return str(select(config, "fit.checkpoint.best") or VALIDATION_LOSS)
 
 
 def _open(page: Path) -> None:

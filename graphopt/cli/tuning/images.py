@@ -23,7 +23,6 @@ from graphopt.cli.tuning.classes import (
     freed,
     frozen_part,
     head_of,
-    of_batch,
     training_folder,
 )
 from graphopt.cli.tuning.notes import PIXELS, Notes
@@ -76,10 +75,8 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
     """
     root = training_folder(proposed, data)
     notes, x = Notes.of(file, model), _input(file, model)
-    rows = dims_of(x)[0]
-    if isinstance(rows, int):
-        model = freed(proposed, model, rows)
-        (x,) = (y for y in model.graph.inputs if y.name == x.name)
+    model = freed(proposed, model)
+    (x,) = (y for y in model.graph.inputs if y.name == x.name)
     form = _form(proposed, file, model, x, notes)
     height, width = form.size
     proposed.fields |= {"data.size": f"[{height},{width}]", "data.channels": str(form.channels)}
@@ -94,7 +91,6 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
         found = images(str(root), size=form.size, channels=form.channels, layout=form.layout, scale=is_scaled)
     proposed.lines["model"] = (
         f"{file}: {x.name!r} takes {height} x {width} pixels of {counted(form.channels, 'channel')}, {form.layout}"
-        f"{of_batch(proposed, rows)}"
     )
     labels = describe(proposed, root, found, "images")
     head = head_of(proposed, model, labels, notes.labels or [])

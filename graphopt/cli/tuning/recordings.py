@@ -14,7 +14,6 @@ from graphopt.cli.tuning.classes import (
     describe,
     freed,
     head_of,
-    of_batch,
     training_folder,
 )
 from graphopt.cli.tuning.notes import Notes
@@ -55,8 +54,7 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
         raise GraphoptError(
             f"tune: {file}: expected one input of samples, [N, samples] or [N, 1, samples], found {found}: {GIVE_ROWS}"
         )
-    if isinstance(dims[0], int):
-        model = freed(proposed, model, dims[0])
+    model = freed(proposed, model)
     declared = dims[-1] if isinstance(dims[-1], int) else None
     options = {"samples": declared, **proposed.arguments("data", ("samples", "rate"))}
     with warnings.catch_warnings():
@@ -64,6 +62,6 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
         found_data = audio(str(root), **options, channel_axis=has_channel)
     length = found_data.arrays["x"].shape[-1]
     proposed.fields |= {"data.samples": str(length)} | ({"data.channel_axis": "true"} if has_channel else {})
-    proposed.lines["model"] = f"{file}: {inputs[0].name!r} takes {length:,} samples{of_batch(proposed, dims[0])}"
+    proposed.lines["model"] = f"{file}: {inputs[0].name!r} takes {length:,} samples"
     head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
     proposed.wait(EPOCHS, PATIENCE)
