@@ -1,8 +1,8 @@
 """Differentiate sampling between pixels: gather the pixels around a position and weight them.
 
 Jaderberg et al., Spatial Transformer Networks, https://arxiv.org/abs/1506.02025. Each row contains all channels of one
-pixel, so that one Gather reads all pixels and its gradient is one ScatterND. The weights have gradients too. A Resize
-multiplies each axis by one matrix, obtained by resizing an identity matrix.
+pixel, so that one Gather reads all pixels, and one ScatterElements adds their gradients. The weights have gradients
+too. A Resize multiplies each axis by one matrix, obtained by resizing an identity matrix.
 """
 
 from __future__ import annotations

@@ -139,18 +139,29 @@ def positions(op: Emitter, x: Value) -> Value:
     return where
 
 
-def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **attributes: int) -> Value:
+def add_up(op: Emitter, shape: Value, where: Value, dy: Value, axis: int = 0) -> Value:
     """Add `dy` into zeros of a shape; 16-bit numbers in float32, as CPUs need (tests/faults.py: Scatter-16)."""
-    dtype, where = wide_type(dy), op.cast(where, ir.DataType.INT64)  # ScatterND requires 64 bits
+    dtype, where = wide_type(dy), op.cast(where, ir.DataType.INT64)
     zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
-    total = getattr(op, scatter)(zeros, where, op.cast(dy, dtype), reduction="add", **attributes)
+    total = op.ScatterElements(zeros, where, op.cast(dy, dtype), axis=axis, reduction="add")
     return op.cast(total, dy.dtype)
+
+
+def add_rows(op: Emitter, shape: Value, rows: Value, dy: Value, x: Value) -> Value:
+    """Add rows of `dy`, by their numbers in `rows`, into zeros of a shape.
+
+    ScatterElements adds in order. ONNX Runtime's ScatterND splits rows among threads on CPUs, and loses some of those
+    that have the same number.
+    """
+    updates = op.Reshape(dy, op.Concat(op.constant(np.array([-1])), op.Slice(shape, [1], [rank(x)]), axis=0))
+    where = op.Reshape(op.cast(rows, ir.DataType.INT64), [-1, *[1] * (rank(x) - 1)])
+    return add_up(op, shape, op.Expand(where, op.Shape(updates)), updates, axis=0)
 
 
 def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
     """Return the gradient of `x` if each element of `dy` belongs to one flat position of `x`."""
     size = op.ReduceProd(op.shape_of(x), keepdims=1)
-    total = add_up(op, "ScatterElements", size, op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
+    total = add_up(op, size, op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
     return reshape_like(op, total, x)
 
 
@@ -211,12 +222,11 @@ def gather(op: Emitter, dy: Value, x: Value, indices: Value, *, axis: int) -> Gr
         row = dy if width else op.Unsqueeze(dy, [axis])
         pads = spread_pads(rank(x), np.array([before, size - 1 - before]), np.array([axis]))
         return [like(op.Pad(row, op.constant(pads)), x)]
-    rows: Value = op.Unsqueeze(indices, [-1])
     if axis == 0:
-        return [like(add_up(op, "ScatterND", op.shape_of(x), rows, dy), x)]
+        return [like(add_rows(op, op.shape_of(x), indices, dy, x), x)]
     shape = op.Gather(op.shape_of(x), [axis, *range(axis), *range(axis + 1, rank(x))])
     front = [*range(axis, axis + width), *range(axis), *range(axis + width, rank(x) - 1 + width)]
-    total = add_up(op, "ScatterND", shape, rows, op.Transpose(dy, perm=front))
+    total = add_rows(op, shape, indices, op.Transpose(dy, perm=front), x)
     return [like(op.Transpose(total, perm=[*range(1, axis + 1), 0, *range(axis + 1, rank(x))]), x)]
 
 
@@ -226,7 +236,7 @@ one_line_rules(
             scatter_back(op, dy, op.Compress(positions(op, x), condition, **node.attributes), x)
         ],
         "GatherElements": lambda op, dy, x, indices, *, axis: [
-            like(add_up(op, "ScatterElements", op.shape_of(x), indices, dy, axis=axis), x)
+            like(add_up(op, op.shape_of(x), indices, dy, axis=axis), x)
         ],
         "TopK": lambda op, dy, x, k, *, axis, node: [
             like(op.ScatterElements(zeros(op, x), node.outputs[1], dy, axis=axis), x)
@@ -237,8 +247,6 @@ one_line_rules(
 
 @rule("GatherND")
 def gather_nd(op: Emitter, dy: Value, x: Value, indices: Value, *, batch_dims: int) -> Gradients:
-    if batch_dims == 0:
-        return [like(add_up(op, "ScatterND", op.shape_of(x), indices, dy), x)]
     return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
 
 
