@@ -89,6 +89,8 @@ class Trained:
                 remedy = f" with checkpoints alone: take the newest, resume={folder}"
             elif runs := sorted(folder.glob(f"*/{model.name}")):
                 remedy = f", which holds runs: name one of them, such as {recipe.fields['run']} {runs[0].parent}"
+            elif files := sorted(x for x in folder.glob("*.onnx") if x.name != STEP):
+                remedy = f", which holds a model: name its file, {recipe.fields['run']} {files[0]}"
             else:
                 remedy = f" without: train first, with graphopt folder={folder}"
             raise GraphoptError(f"{recipe.fields['run']}: expected {expected}, found {found}{remedy}")
