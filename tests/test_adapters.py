@@ -421,7 +421,7 @@ def test_several_adapters_add_up_and_merge() -> None:
     losses = [executor.step(x=x, target=np.arange(8) % 5)["loss"] for _ in range(20)]
     assert losses[-1] < losses[0] / 2
     (y,) = executor.predict(x=x).values()
-    np.testing.assert_allclose([*outputs(executor.trained(), {"x": x}).values()][0], y, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(next(iter(outputs(executor.trained(), {"x": x}).values())), y, rtol=1e-4, atol=1e-4)
 
 
 def test_unfrozen_weights_train_beside_adapters() -> None:
