@@ -772,7 +772,7 @@ def test_an_unknown_type_of_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_modules_that_peft_takes_for_parts_of_experts_are_told() -> None:
-    """In PyTorch's DeepSeek-V3, of whose fused experts peft then expects twice the rank."""
+    """In DeepSeek-V3 of transformers 5, peft looks for their adapters in the fused experts."""
     array = np.ones((2, 2), np.float32)
     path = "layers.1.mlp.{}_proj"
     experts = Module(path.format("experts.down"), array, array, experts=1)

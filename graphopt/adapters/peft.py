@@ -116,11 +116,12 @@ def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
     stabilized = bool(modules) and all(module.rank_stabilized for module in modules)
     modules = [replace(module, rank_stabilized=stabilized) for module in modules]
     names = wrappers([module.path for module in modules if module.experts])
-    like_experts = [x.path for x in modules if not x.experts and x.path.rpartition(".")[2] in _PARTS_OF_EXPERTS]
-    if names and like_experts:
+    alike = [x.path for x in modules if not x.experts and x.path.rpartition(".")[2] in _PARTS_OF_EXPERTS]
+    if alike and (names or any("shared_expert" in path for path in alike)):
         warnings.warn(
-            f"{CONFIG}: peft 0.21 takes {like_experts[0]!r} for a part of the experts where transformers fuses these, "
-            "and then refuses the folder: save adapters of experts alone, or none of them, by leave_out= of LoRA",
+            f"{CONFIG}: peft 0.21 takes {alike[-1]!r} for a part of the experts in models that it converts, such as "
+            "deepseek_v3, and then refuses the folder or leaves the module out: compare its outputs, or leave such "
+            "modules out by leave_out= of LoRA",
             stacklevel=2,
         )
     named = [replace(module, path=names.get(module.path, module.path)) for module in modules]
