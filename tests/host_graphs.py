@@ -411,6 +411,11 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         BOTH,
     ),
     "dora of filters": (FILTERS, {"adapter": passes.LoRA("layer.weight", rank=2, dora=True)}, BOTH),
+    "dora of filters with an adapter": (
+        FILTERS,
+        {"adapter": [passes.LoRA("layer.weight", rank=1), passes.LoRA("layer.weight", rank=2, dora=True)]},
+        ["onnxruntime"],
+    ),
     "packed": (SPLIT, {"adapter": passes.LoRA("*qkv*", rank=2)}, BOTH),
     "parts": (
         SPLIT,

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -768,3 +769,15 @@ def test_an_unknown_type_of_model_is_refused(tmp_path: Path) -> None:
         graphopt.compile(path, adapter=passes.LoRA.load(tmp_path / "a"), **steps)
     with pytest.raises(graphopt.GraphoptError, match=r"expected a type of model, 'chatglm'.*found 'lama'"):
         graphopt.save_adapter(executor, tmp_path / "b", form="peft", names="lama")
+
+
+def test_modules_that_peft_takes_for_parts_of_experts_are_told() -> None:
+    """In DeepSeek-V3 of transformers 5, peft looks for their adapters in the fused experts."""
+    array = np.ones((2, 2), np.float32)
+    path = "layers.1.mlp.{}_proj"
+    experts = Module(path.format("experts.down"), array, array, experts=1)
+    with pytest.warns(UserWarning, match=r"takes 'layers.1.mlp.shared.gate_proj' for a part of the experts"):
+        peft.folder_contents(PeftAdapter([experts, Module(path.format("shared.gate"), array, array)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peft.folder_contents(PeftAdapter([experts, Module("layers.1.self_attn.q_proj", array, array)]))

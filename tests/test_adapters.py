@@ -420,6 +420,8 @@ def test_several_adapters_add_up_and_merge() -> None:
     x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
     losses = [executor.step(x=x, target=np.arange(8) % 5)["loss"] for _ in range(20)]
     assert losses[-1] < losses[0] / 2
+    (y,) = executor.predict(x=x).values()
+    np.testing.assert_allclose(next(iter(outputs(executor.trained(), {"x": x}).values())), y, rtol=1e-4, atol=1e-4)
 
 
 def test_unfrozen_weights_train_beside_adapters() -> None:
@@ -583,6 +585,20 @@ def test_tied_weights_take_an_adapter_for_each_use_once_they_are_copied() -> Non
     assert np.allclose(outputs(executor.trained(), {"ids": ids})["y"], executor.predict({"ids": ids})["y"], atol=1e-5)
 
 
+def test_a_gate_of_one_output_gets_no_adapter_by_default() -> None:
+    """As that of shared experts, of which no rank but 1 is possible."""
+    text = """g (float[N,4] x) => (float[N,3] y) {
+        a = MatMul(x, u)\n s = MatMul(x, g)\n t = Sigmoid(s)\n b = Mul(a, t)\n y = MatMul(b, v)
+    }"""
+    network = model(text, u=np.ones((4, 4)), g=np.ones((4, 1)), v=np.ones((4, 3)))
+    adapters = {rank: passes.LoRA(rank=rank) for rank in (1, 2)}
+    found = {}
+    for rank, adapter in adapters.items():
+        step = graphopt.compile(network, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+        found[rank] = {name.partition(".")[0] for name in graphopt.Executor(step, native=False).parameters}
+    assert found == {1: {"u", "g"}, 2: {"u"}}
+
+
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "typing error": (mlp, lambda: passes.LoRA("fc0.wieght"), "'fc0.wieght'.*found none: did you mean 'fc"),
     "a bias": (
@@ -616,6 +632,11 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         mlp,
         lambda: passes.LoRA("fc0*", 2, parts={"q": 8, "k": 0}),
         "parts=.*: expected numbers of outputs, found 0",
+    ),
+    "after dora": (
+        mlp,
+        lambda: [passes.LoRA("fc0*", 2, dora=True), passes.LoRA("fc0*", 1)],
+        "'fc0.weight': expected no adapter after one with DoRA, .* found 'fc0.weight.lora_magnitude': give DoRA last",
     ),
     "half a part": (mlp, lambda: passes.LoRA("fc0*", 2, parts={"q": 8.0}), "numbers of outputs, found 8.0"),
     "a flag": (mlp, lambda: passes.LoRA(rank=True), r"LoRA\(rank=True\): expected a whole number in"),

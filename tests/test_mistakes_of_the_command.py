@@ -86,6 +86,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "run/checkpoints/step-1").mkdir(parents=True)
     (here / "run/config.yaml").write_text("{}\n")
     (here / "run/trained.onnx").write_bytes((here / "my.onnx").read_bytes())
+    (here / "served").mkdir()
+    (here / "served/my.onnx").write_bytes((here / "my.onnx").read_bytes())
     with zipfile.ZipFile(here / "zip.onnx", "w") as archive:
         archive.write(here / "my.onnx")
     for folder in (

@@ -148,7 +148,9 @@ def test_a_model_learns_what_is_rewarded() -> None:
 
 
 @pytest.mark.slow
-def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     """Rewards of several functions are added, with their weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -186,6 +188,14 @@ def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(tmp_path: 
     assert len(trained) == 3 and len(held_out) == 1 and not {*trained} & {*held_out}
     best = np.argmax(rewards) + 1
     assert Path("run/checkpoints/best").read_text() == f"step-{best:08d}\n"  # an epoch is a step
+    assert main(["evaluate", "run"]) == 1
+    assert "expected a run on rows with a loss, found one with rewards" in " ".join(capsys.readouterr().err.split())
+
+
+def test_rewards_of_which_none_counts_are_told() -> None:
+    executor, options = sampled()
+    with pytest.warns(UserWarning, match="reward: None or NaN for all completions of a batch"):
+        next(iter(graphopt.Rollouts(executor, PROMPTS, lambda completions, **_: [None] * len(completions), **options)))
 
 
 def test_a_reward_of_the_working_directory_is_told_how_to_be_found(

@@ -118,6 +118,12 @@ def test_preferences_cannot_be_packed_and_belong_to_a_loss_of_pairs(file: str, t
     executor = graphopt.Executor(graphopt.compile(language_model(), loss=loss, optimizer=passes.SGD(0.1)))
     with pytest.warns(UserWarning, match=r"rejected completions are not read, .*: set loss=dpo"):
         graphopt.fit(executor, data.text(path, tokenizer=file), epochs=1, batch_size=3)
+    executor = graphopt.Executor(graphopt.compile(language_model(), loss=passes.DPO(), optimizer=passes.SGD(0.1)))
+    path = save_lines(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"\(of text: JSON lines with prompt, chosen and rejected\): rename"
+    ):
+        graphopt.fit(executor, data.text(path, tokenizer=file), epochs=1, batch_size=1)
 
 
 def language_model() -> onnx.ModelProto:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ _OUT = ".base_layer.out_proj"  # of a MultiheadAttention, whose change peft adds
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _ROWS, _WIDTH = ".lora_embedding_A", ".lora_embedding_B"
 _PARTS = re.compile(r"(?P<path>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")
+# That peft 0.21 takes for parts of fused experts (`peft.utils.transformers_weight_conversion`)
+_PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Fields of a config that do not change what its adapter computes.
 _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules", "fan_in_fan_out",
@@ -113,6 +116,14 @@ def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
     stabilized = bool(modules) and all(module.rank_stabilized for module in modules)
     modules = [replace(module, rank_stabilized=stabilized) for module in modules]
     names = wrappers([module.path for module in modules if module.experts])
+    alike = [x.path for x in modules if not x.experts and x.path.rpartition(".")[2] in _PARTS_OF_EXPERTS]
+    if alike and (names or any("shared_expert" in path for path in alike)):
+        warnings.warn(
+            f"{CONFIG}: peft 0.21 takes {alike[-1]!r} for a part of the experts in models that it converts, such as "
+            "deepseek_v3, and then refuses the folder or leaves the module out: compare its outputs, or leave such "
+            "modules out by leave_out= of LoRA",
+            stacklevel=2,
+        )
     named = [replace(module, path=names.get(module.path, module.path)) for module in modules]
     arrays = {f"{_PREFIX}{name}": x for module in named for name, x in _tensors(module)}
     if len(arrays) < sum(3 if module.magnitude is not None else 2 for module in modules):

@@ -34,10 +34,11 @@ def write_text(recipe: Recipe, folder: Path) -> None:
     say(console, "model", str(trained.checkpoint or trained.model or recipe.fields["model"]))
     asked: Prompt = [{"role": "user", "content": prompt or ""}] if is_chat else prompt
     tokens = writer.encoded(asked)
+    following = writer.tokens(tokens, **options)
     say(console, "prompt", counted(len(tokens), "token"))
     if not console.quiet and prompt and not is_chat:
         _show(prompt)
-    _write_tokens(writer, console, writer.tokens(tokens, **options))
+    _write_tokens(writer, console, following)
 
 
 def _prompt(recipe: Recipe) -> str | None:

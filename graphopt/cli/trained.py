@@ -89,6 +89,8 @@ class Trained:
                 remedy = f" with checkpoints alone: take the newest, resume={folder}"
             elif runs := sorted(folder.glob(f"*/{model.name}")):
                 remedy = f", which holds runs: name one of them, such as {recipe.fields['run']} {runs[0].parent}"
+            elif files := sorted(x for x in folder.glob("*.onnx") if x.name != STEP):
+                remedy = f", which holds a model: name its file, {recipe.fields['run']} {files[0]}"
             else:
                 remedy = f" without: train first, with graphopt folder={folder}"
             raise GraphoptError(f"{recipe.fields['run']}: expected {expected}, found {found}{remedy}")
@@ -211,7 +213,13 @@ def _trained_weights(step: Path, executor: Executor, trained: ir.Model) -> dict[
 
 def write_metrics(trained: Trained, console: Console) -> Path:
     """Evaluate on the chosen rows of the recipe's data, print a table, and write metrics.json; return its path."""
-    recipe, executor = trained.recipe, trained.executor()
+    recipe = trained.recipe
+    if recipe.fields["reward"] is not None:
+        raise GraphoptError(
+            f"{trained.folder}: evaluate: expected a run on rows with a loss, found one with rewards of completions: "
+            "fit.validation=0.2 measures them on held-out prompts while it trains, and generate writes completions"
+        )
+    executor = trained.executor()
     data, _ = trained.chosen
     measured = evaluate(executor, data, metrics=recipe.metrics, **trained.batches)
     trained.prepare()

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
+from graphopt.data.language.preferences import FIELDS
 from graphopt.data.tabular import IN_MEMORY, option, read_as_input
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.roles import Role, labels_of, role_of
@@ -144,6 +145,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
     if set(arrays) != set(inputs):
         is_extra = WEIGHT in arrays and WEIGHT not in inputs
         extra = " (set sample_weight of the loss to use weights)" if is_extra else ""
+        lacking = [fields for end, fields in FIELDS.items() if any(x.endswith(end) for x in inputs.keys() - arrays)]
+        extra += f" (of text: JSON lines with {lacking[0]})" if lacking else ""
         expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
         if data.features in arrays and len(features) > 1:
             names = ", ".join(f"{name!r}: ..." for name in features)

@@ -123,8 +123,6 @@ def _emitted(op: Emitter, model: ir.Model, adapter: CombinedAdapter) -> dict[str
             shape = [-1 if i == axis % rank else 1 for i in range(rank)]
             padded = op.Pad(op.Reshape(given(ratio), [-1]), op.constant(np.array(ends)), op.constant(np.float32(1)))
             factor, terms = factor * padded, [term * op.Reshape(padded, shape) for term in terms]
-    if terms[1:] and adapter.first.kind.is_filters:
-        raise GraphoptError("hosts: expected one adapter with DoRA of a convolution, found several")
     b = op.Concat(*terms, axis=rank_axis) if terms[1:] else terms[0]
     return {
         f"{name}.{COMPUTED}": op.Identity(b if name.endswith(LORA_B) else factor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -195,7 +196,10 @@ class Rollouts(Checked):
             for prompt, text in zip(prompts, texts, strict=True)
         ]
         given = {"prompts": prompts, "completions": told, "completion_ids": [*completions], **columns}
-        return weighted([_numbers(reward, given) for reward in self._rewards], self._weights)
+        rewards = weighted([_numbers(reward, given) for reward in self._rewards], self._weights)
+        if np.isnan(rewards).all():
+            warnings.warn("reward: None or NaN for all completions of a batch, which trains nothing", stacklevel=2)
+        return rewards
 
 
 class _Epoch(Iterator[dict[str, np.ndarray]]):
@@ -261,7 +265,7 @@ def _numbers(reward: Reward, given: Mapping[str, Any]) -> np.ndarray:
         rewards = np.array([np.nan if x is None else x for x in found], np.float32)
     except (TypeError, ValueError) as error:
         raise GraphoptError(
-            f"{name}: expected a list of numbers or None, found {kind_of(found)}: {line(error)}"
+            f"{name}: expected a list with a number or None for each completion, found {kind_of(found)}: {line(error)}"
         ) from error
     if rewards.shape != (count,) or np.isinf(rewards).any():
         raise GraphoptError(
@@ -319,10 +323,11 @@ def _check_reward(reward: object, names: Sequence[str]) -> None:
         raise GraphoptError(f"Rollouts(reward): expected a function, found {kind_of(reward)}")
     try:
         inspect.signature(reward).bind(**dict.fromkeys(names))
-    except TypeError:
+    except TypeError as error:
+        mend = ": add **others" if "unexpected" in str(error) else ", of which the rows of prompts lack some"
         raise GraphoptError(
             f"Rollouts(reward): expected a function that takes {', '.join(names)} by name, found one of "
-            f"{inspect.signature(reward)}: add **others"
+            f"{inspect.signature(reward)}{mend}"
         ) from None
     except ValueError:  # a function without a signature
         return

@@ -18,7 +18,7 @@ from graphopt.adapters.targets import AdapterTarget, note_of, targets_in
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.merging import register_merge
+from graphopt.graph.merging import adapted, register_merge
 from graphopt.graph.metadata import ADAPTER, InferenceForm, copy, original_name
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.origins import Kind, Origin
@@ -160,9 +160,24 @@ class Adapter(Pass):
         for weight, targets in chosen.items():
             _check_alike(weight, targets)
             self.check(targets[0])
+            self._check_norms(model, targets[0])
         if not self.pattern and self.leave_out is None:
             _tell_share(model, chosen, [*left, *_embeddings(groups)])
         return chosen.values()
+
+    def _check_norms(self, model: ir.Model, target: AdapterTarget) -> None:
+        """Raise an error if DoRA has changed outputs that this adapter changes, too: its norms would leave it out."""
+        weight, everything = original_name(target.source.weight), (0, math.inf)
+        own = [columns or everything for name, columns in self._columns(target) if not name.startswith("_")]
+        for _, note in adapted(model):
+            first, last = note.columns or everything
+            has_norms = note.weight == weight and note.adapter == "LoRA" and len(note.values) == 3
+            if has_norms and any(start < last and first < end for start, end in own):
+                raise GraphoptError(
+                    f"{type(self).__name__}: weight {target.name!r}: expected no adapter after one with DoRA, whose "
+                    f"norms would leave it out, found {note.values[2]!r}: give DoRA last, or merge it first, by "
+                    "executor.trained()"
+                )
 
     def _names(self, weight: ir.Value) -> bool:
         """Return whether the pattern names a weight itself, without wildcards."""

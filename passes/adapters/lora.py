@@ -146,8 +146,10 @@ class LoRA(Adapter):
         return {"scale": self.scale, "alpha": float(self.alpha), "rank_stabilized": stabilized}
 
     def fits(self, target: AdapterTarget) -> bool:
-        groups = target.groups
-        return groups == 1 or not (self.rank % groups or self.rank > min(target.sizes) * groups)
+        groups, most = target.groups, min(target.sizes) * target.groups
+        if groups == 1:
+            return most > 1 or self.rank == 1  # of one output are gates, such as that of shared experts
+        return not (self.rank % groups or self.rank > most)
 
     def check(self, target: AdapterTarget) -> None:
         name, groups = target.name, target.groups

@@ -264,7 +264,7 @@ def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
     if not outputs:
         return f"{loss}: expected a floating-point output, the model has none: declare the prediction as an output"
     shapes = [f"{y.name!r} {'' if y.shape is None else list(map(str, y.shape))}".replace("'", "") for y in outputs]
-    first = outputs[0].name
+    first = min(outputs, key=lambda y: y.name != "logits").name  # else the first one
     return (
         f"{loss}: output={output!r}: expected the name of one floating-point output, the model has {some(shapes, 6)}: "
         f"write loss.output={first} (in Python, passes.{loss}(output={first!r})), or use passes.Losses for several "

@@ -80,6 +80,9 @@ def read_sequences(
         raise GraphoptError(f"{path}: expected an object per line, found an empty file")
     kinds = {_fields_of_line(file, line, item): (file, line) for file, line, item in reversed(found)}
     if len(kinds) > 1:
+        for file, line, item in found if _LABELLED in kinds else ():
+            if LABEL in item and item[LABEL] not in (True, False):
+                raise GraphoptError(f"{file}: line {line}: {LABEL}: expected true or false, found {item[LABEL]!r}")
         (first, _), (other, (file, line)) = sorted(kinds.items(), key=lambda kind: kind[1])[:2]
         raise GraphoptError(
             f"{file}: line {line}: expected {' and '.join(first)} as in the lines before, found {' and '.join(other)}"

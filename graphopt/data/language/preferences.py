@@ -10,6 +10,11 @@ from graphopt.errors import GraphoptError, kind_of
 
 CHOSEN, REJECTED = "chosen", "rejected"
 LABEL, MISMATCHED = "label", "mismatched"
+# The fields of JSON lines that inputs come from, by the ends of the names of these
+FIELDS = {
+    f"_{REJECTED}": "prompt, chosen and rejected",
+    f"_{MISMATCHED}": "prompt, completion and label, true or false",
+}
 
 
 def check_preference(item: Message) -> None:
