@@ -90,7 +90,7 @@ def example_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | No
 
 
 def _flattened(x: ir.Value, axes: list[int]) -> ir.Value | None:
-    """Return the value [n, channels, ...] of which a value is a view [n, 1, channels, places], with its axes in an order."""
+    """Return the value [n, channels, ...] that a value views as [n, 1, channels, places], with its axes in an order."""
     view, found, _ = [*stored_before(x)][-1]
     node = view.producer()
     if found != axes or node is None or node.op_type != "Reshape" or node.domain:

@@ -306,16 +306,17 @@ class Factors:
 def factors_of(op: Emitter, node: Node, dys: Sequence[Input]) -> Factors | None:
     """Emit the factors of a recurrent operator for the gradients of its outputs.
 
-    Return None for an operator without such a formula: a GRU with linear_before_reset=0, or rows of different lengths
-    or on the first axis.
+    Return None for an operator without such a formula: a GRU with linear_before_reset=0, rows on the first axis, or
+    rows of different lengths that are read backwards from a state that is given.
     """
     kind = node.op_type
     x, w, r, _, lengths, h = (*node.inputs, *[None] * 3)[:6]
     others = {"linear_before_reset": int(kind == "GRU"), "layout": 0}
-    if lengths is not None or any(node.attributes.get_int(name, 0) != due for name, due in others.items()):
-        return None
     direction, count = node.attributes.get_string("direction", "forward"), GATES[kind]
     ways, start, gates = _ways(direction), len(op.graph), list[Value]()
+    starts_anywhere = lengths is not None and h is not None and True in ways
+    if starts_anywhere or any(node.attributes.get_int(name, 0) != due for name, due in others.items()):
+        return None
     assert x is not None and w is not None and r is not None
     outputs = expanded(op, x, w, r, *node.inputs[3:], node=node, direction=direction or "", products=gates)
     part = ir.GraphView([], outputs, nodes=list(op.graph)[start:], opset_imports=op.versions)
