@@ -16,7 +16,7 @@ arXiv:2110.05679). Other sites run in a Scan over examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -41,7 +41,7 @@ from graphopt.graph.values import (
     wide_type,
 )
 from passes.free_batch import Rows, places_of_rows
-from passes.gradients.registry import WITH_LOCAL_DERIVATIVES, is_in, rule_of
+from passes.gradients.registry import WITH_LOCAL_DERIVATIVES, Active, is_in, rule_of
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.rules.recurrent import CELLS, GATES, Factors, factors_of
 from passes.gradients.walk import backward, between
@@ -421,7 +421,7 @@ class Examples:
                     f"{node_label(node)}, of which this is not known"
                 )
         self._chain = [node for node in path if not any(map(self.rows.has, node.outputs))]
-        of_weights = {*self.parameters, *(y for node in self._chain for y in node.outputs)}
+        self._of_weights = of_weights = {*self.parameters, *(y for node in self._chain for y in node.outputs)}
         at = [
             (node, i) for node in path if node not in self._chain for i, x in enumerate(node.inputs) if x in of_weights
         ]
@@ -444,7 +444,7 @@ class Examples:
             if BATCH_WEIGHT.read(y) == "rows":
                 seeds[y] = seeds[y] * op.Cast(op.Squeeze(self.n, [0]), to=seeds[y].dtype)
         outputs = dict.fromkeys(y for node, _ in at for y in node.outputs if y.name)
-        self._dys = backward(op, self.graph, seeds, outputs) if outputs else {}
+        self._dys = backward(op, self.graph, seeds, outputs, self._dx_of_steps) if outputs else {}
         matrices: dict[tuple[ir.Value, ir.Value, bool], ir.Value] = {}
         self.sites = [
             Site(node, i, dys, self.rows, self.n, matrices)
@@ -514,14 +514,23 @@ class Examples:
 
     def _factors(self, site: Site) -> dict[str, Factors | None]:
         """Return the factors of the weights of a recurrent operator, which its sites share."""
-        node = site.node
-        if node.op_type not in CELLS:
+        if site.node.op_type not in CELLS:
             return {}
+        return {"factors": self._steps_of(site.node, site.dys)}
+
+    def _steps_of(self, node: ir.Node, dys: Sequence[Input], of_input: bool = False) -> Factors | None:
         x = given(node.inputs[0])
         if node not in self._of_steps:
             fits = self.rows.axes.get(x) == 1 and self.rows.lengths.get(x) == 1
-            self._of_steps[node] = factors_of(self.op, node, site.dys) if fits else None
-        return {"factors": self._of_steps[node]}
+            self._of_steps[node] = factors_of(self.op, node, dys, of_input) if fits else None
+        return self._of_steps[node]
+
+    def _dx_of_steps(self, node: ir.Node, dys: list[Input], active: Active) -> Sequence[Input] | None:
+        """Return the gradient of what a recurrent operator reads, from the walk through its steps for its weights."""
+        if node.domain or node.op_type not in CELLS or not active.isdisjoint(filter(None, node.inputs[1:])):
+            return None
+        found = self._steps_of(node, dys, of_input=True) if not self._of_weights.isdisjoint(node.inputs) else None
+        return found and [found.dx]
 
     def _scanned(self, site: Site) -> Known:
         """Run the node and its rule on one row after the other."""
