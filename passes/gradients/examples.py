@@ -530,7 +530,7 @@ class Examples:
         if node.domain or node.op_type not in CELLS or not active.isdisjoint(filter(None, node.inputs[1:])):
             return None
         found = self._steps_of(node, dys, of_input=True) if not self._of_weights.isdisjoint(node.inputs) else None
-        return found and [found.dx]
+        return None if found is None else [found.dx]
 
     def _scanned(self, site: Site) -> Known:
         """Run the node and its rule on one row after the other."""
@@ -579,10 +579,11 @@ class Examples:
 
     def _with_norm(self, w: ir.Value) -> Product | Picked | None:
         """Return the form of a parameter that one site reads, if its norms are cheaper than its gradients."""
-        ((site, form), *others) = self._forms_of(w) or [(None, None)]
-        if site is None or form is None or isinstance(form, Known) or others or not form.has_norm:
+        if len(forms := self._forms_of(w)) != 1:
             return None
-        return form if self._keeps(w, site.operand) or _moves_gates(site, w) else None
+        ((site, form),) = forms
+        keeps = self._keeps(w, site.operand) or _moves_gates(site, w)
+        return form if keeps and not isinstance(form, Known) and form.has_norm else None
 
     def gradients(self) -> _Values:
         """Emit the gradients [n, *shape] of examples by each parameter on which the loss depends."""
