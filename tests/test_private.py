@@ -74,6 +74,18 @@ class Tied(nn.Module):
         return torch.tanh(self.layer(h)).mean(1) @ self.table.weight.T
 
 
+class Shared(nn.Module):
+    """Layers that read one value at several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = (nn.Linear(8, size) for size in (8, 8, 12, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = (self.q(x) @ self.k(x).transpose(1, 2)).softmax(2)
+        return self.head((weights @ self.v(x)).mean(1)[:, :8])
+
+
 class LastAxis(nn.Module):
     """Attention as of PyTorch without batch_first: rows are the second axis."""
 
@@ -103,6 +115,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "recurrent": (Recurrent, (1, 8, 8)),
     "gated": (Gated, (3, 6)),
     "attention": (Attention, (3, 8)),
+    "shared": (Shared, (3, 8)),
     "tied": (Tied, (7,)),
     "last-axis": (LastAxis, (5, 8)),
     "one number": (Tempered, (6,)),
