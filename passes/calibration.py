@@ -150,8 +150,10 @@ class Learning(Pass):
         return floating_output(model, self.output, "output")
 
     def number(self, model: ir.Model, name: str, value: object, like: ir.Value) -> ir.Value:
-        """Add numbers as an initializer, which a training of the file can train on."""
-        return register(model, name, np.asarray(value, dtype_of(like).numpy()))
+        """Add numbers as an initializer, which a training of the file leaves as it is, unless told its name."""
+        found = register(model, name, np.asarray(value, dtype_of(like).numpy()))
+        metadata.FROZEN.set(found)
+        return found
 
 
 def wide(op: Emitter, x: ir.Value) -> ir.Value:

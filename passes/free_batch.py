@@ -439,9 +439,11 @@ class _Rule:
         node, x = self.node, self.node.inputs[0]
         states = [i for i in INITIAL_STATES[node.op_type] if i < len(node.inputs)]
         lengths = node.inputs[4] if len(node.inputs) > 4 else None
-        weights = [v for i, v in enumerate(node.inputs) if i not in (0, *states)]
-        if x is None or self.axes.get(x) != 1 or self.attributes["layout"] or lengths is not None:
-            raise _Mixed("it runs along the batch, or a length of each row is given")
+        weights = [v for i, v in enumerate(node.inputs) if i not in (0, 4, *states)]
+        if x is None or self.axes.get(x) != 1 or self.attributes["layout"]:
+            raise _Mixed("it runs along the batch")
+        if lengths is not None and self.axes.get(lengths) != 0:
+            raise _Mixed("the lengths of its rows are not of the batch")
         if any(v in self.axes for v in weights):
             raise _Mixed("its weights depend on the batch")
         for i in states:

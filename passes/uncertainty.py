@@ -13,7 +13,6 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import FROZEN
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, may_be_alike, name_of, rank
@@ -150,10 +149,7 @@ class LastLayerLaplace(OfClasses):
         if found != due:
             raise self.wrong(f"factors: expected arrays of shapes {due}, found {found}")
         y, x, logits = self.own_output(model), wide(op, x), wide(op, logits)
-        numbers = [self.number(model, f"{y.name}.laplace", factor, x) for factor in self.factors or ()]
-        for factor in numbers:
-            FROZEN.set(factor)  # a training of the file leaves them
-        first, *moves, variance = numbers
+        first, *moves, variance = (self.number(model, f"{y.name}.laplace", factor, x) for factor in self.factors or ())
         if not moves:
             variance = op.Gemm(x * x, first, variance)
         else:
@@ -161,9 +157,13 @@ class LastLayerLaplace(OfClasses):
             moved = op.MatMul(x, first)
             variance = op.Gemm(moved * moved, moves[0], variance)
         for mean in moves[1:]:  # a sum of squares: a difference to all of x^2 cancels
-            near = op.Transpose(op.Reshape(moved, [0, groups, -1]), perm=[1, 0, 2])
-            rest = x - op.MatMul(near, op.Transpose(op.Reshape(first, [0, groups, -1]), perm=[1, 2, 0]))
-            variance = variance + op.Transpose(op.ReduceSumSquare(rest, [2], keepdims=0)) * mean
+            if groups == 1:
+                rest = op.ReduceSumSquare(op.Gemm(moved, first, x, alpha=-1.0, transB=1), [1])
+            else:
+                near = op.Transpose(op.Reshape(moved, [0, groups, -1]), perm=[1, 0, 2])
+                far = x - op.MatMul(near, op.Transpose(op.Reshape(first, [0, groups, -1]), perm=[1, 2, 0]))
+                rest = op.Transpose(op.ReduceSumSquare(far, [2], keepdims=0))
+            variance = variance + rest * mean
         if len(dims_of(logits)) == 1:
             variance = op.Squeeze(variance, [1])
         if self.task == "regression":

@@ -57,6 +57,7 @@ MUTANTS = [
         ),
         ("clipped_means and convolutions", "op.cast(weights, flat.dtype)", "op.cast(op.Ceil(weights), flat.dtype)"),
         ("clipped_means and dense", 'if BATCH_WEIGHT.read(y) == "rows":', "if False:"),
+        ("clipped_means and shared", "op.Sum(*pairs) if others else pairs[0]", "pairs[0]"),
         ("whose_recurrent", "is_whole and {part.source for part in parts_of(site.operand)} == {w}", "is_whole"),
     ),
     *of(

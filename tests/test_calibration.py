@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -165,10 +166,15 @@ def test_other_readers_of_the_output_get_the_calibrated_one_and_the_file_checks(
     onnx.checker.check_model(ir.to_proto(calibrated), full_check=True)
 
 
-def test_a_calibrated_temperature_trains_on() -> None:
+def test_a_calibrated_temperature_trains_on_by_its_name_alone() -> None:
     """The number is an initializer, which the existing step trains alone: it stays at the optimum."""
     calibrated = graphopt.calibrate(model(LOGITS), rows(), passes.Temperature())
     steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    network = graphopt.calibrate(models.mlp((5,), 5), rows(), passes.Temperature(0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no rule is unsure whether it trains
+        trained = graphopt.Executor(graphopt.compile(network, **steps))
+    assert not [name for name in trained.parameters if "temperature" in name] and trained.parameters
     step = graphopt.compile(calibrated, parameters=passes.Parameters(pattern="*temperature"), **steps)
     executor = graphopt.Executor(step)
     before = float(executor.state["y.log_temperature"])

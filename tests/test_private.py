@@ -27,6 +27,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.runtime.steps import NonFiniteLoss
+from graphopt.targets.native.lowering import plan
 from passes.gradients.examples import Examples
 
 N = 5
@@ -73,6 +74,18 @@ class Tied(nn.Module):
         return torch.tanh(self.layer(h)).mean(1) @ self.table.weight.T
 
 
+class Shared(nn.Module):
+    """Layers that read one value at several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.head = (nn.Linear(8, size) for size in (8, 8, 12, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = (self.q(x) @ self.k(x).transpose(1, 2)).softmax(2)
+        return self.head((weights @ self.v(x)).mean(1)[:, :8])
+
+
 class LastAxis(nn.Module):
     """Attention as of PyTorch without batch_first: rows are the second axis."""
 
@@ -102,6 +115,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "recurrent": (Recurrent, (1, 8, 8)),
     "gated": (Gated, (3, 6)),
     "attention": (Attention, (3, 8)),
+    "shared": (Shared, (3, 8)),
     "tied": (Tied, (7,)),
     "last-axis": (LastAxis, (5, 8)),
     "one number": (Tempered, (6,)),
@@ -406,6 +420,39 @@ def test_norms_are_those_of_rows_alone(x: str, nodes: str, shapes: dict[str, tup
     np.testing.assert_allclose(graphopt.run(step, data)["example_norms"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Conv2d(3, 8, (3, 2), stride=2, padding=1),
+        nn.Conv2d(3, 8, 3, stride=(1, 3), dilation=2),
+        nn.Conv1d(3, 8, 5, stride=2, padding=2),
+    ],
+    ids=str,
+)
+def test_a_kernel_of_gradients_of_examples_reads_windows_where_they_lie(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    is_line = isinstance(layer, nn.Conv1d)
+    x = torch.rand(6, 3, *([61] if is_line else [12, 11]))
+    head = nn.Linear(layer(x)[0].numel(), 4)
+    step = graphopt.compile(
+        exported(nn.Sequential(layer, nn.Tanh(), nn.Flatten(), head), x),
+        loss=passes.CrossEntropy(),
+        gradient=passes.PrivateGradient(0.1, rows=6),
+        optimizer=passes.SGD(0.5),
+    )
+    planned = plan(step, [])
+    assert "0, 0, 0, 0}" in "".join(kernel.code for kernel in planned.kernels if kernel.name.startswith("c"))
+    assert not any(node.op_type == "Conv" and node.attributes.get_int("group", 1) == 3 for node in planned.model.graph)
+    executors = [graphopt.Executor(step, native=native) for native in (True, False)]
+    batch = {step.graph.inputs[0].name: x.numpy(), "target": np.arange(6) % 4}
+    norms, due = (executor.step(batch)["example_norms"] for executor in executors)
+    np.testing.assert_allclose(norms, due, rtol=1e-6)
+    for name, found in executors[0].parameters.items():
+        np.testing.assert_allclose(found, executors[1].parameters[name], atol=1e-7)
+
+
 def test_examples_of_float64_are_those_of_pytorch() -> None:
     module, x, target = batch_of("dense")
     expected = norms_of(of_examples(module, x, target))
@@ -602,6 +649,14 @@ RECURRENT = {
     "backwards, clipped": ("LSTM<hidden_size=3, direction='reverse', clip=0.4>(t, w, r, b)", 4, 1, "b"),
     "no bias": ("LSTM<hidden_size=3>(t, w, r)", 4, 1, ""),
     "a first state": ("GRU<hidden_size=3, linear_before_reset=1>(t, w, r, b, , s)", 3, 1, "b"),
+    "lengths": ("LSTM<hidden_size=3>(t, w, r, b, l)", 4, 1, "b"),
+    "lengths, both ways": (
+        "GRU<hidden_size=3, linear_before_reset=1, direction='bidirectional'>(t, w, r, b, l)",
+        3,
+        2,
+        "b",
+    ),
+    "lengths, a first state": ("RNN<hidden_size=3, direction='reverse'>(t, w, r, b, l, s)", 1, 1, "b"),
 }
 
 
@@ -617,8 +672,11 @@ def test_other_forms_of_recurrent_operators_have_the_norms_of_rows_alone(name: s
     state = "m = ReduceMean<keepdims=0>(t, axes) s = Unsqueeze(m, axes)"
     nodes = f"t = Transpose<perm=[1,0,2]>(x) {state} a, c = {call.replace(chr(39), chr(34))} "
     data = {"x": random.standard_normal((5, 5, 3)).astype(np.float32), "target": np.arange(5) % 3}
+    if "lengths" in name:
+        data["l"] = np.array([5, 1, 3, 2, 4], np.int32)
+    more_inputs = ", int32[N] l" if "l" in data else ""
     file = model(
-        f"g (float[N,5,3] x) => (float[N,3] y) {{ {nodes} y = ReduceMean<keepdims=0>(c, axes) }}",
+        f"g (float[N,5,3] x{more_inputs}) => (float[N,3] y) {{ {nodes} y = ReduceMean<keepdims=0>(c, axes) }}",
         axes=np.array([0]),
         **weights,
     )

@@ -436,3 +436,13 @@ def test_a_machine_without_an_adapter_is_told_what_to_install(tmp_path: Path) ->
 @pytest.mark.parametrize("call", messages.calls("webgpu_mistakes"))
 def test_mistakes_are_told_in_a_line(call: str) -> None:
     messages.refused("webgpu_mistakes", call, globals())
+
+
+def test_sets_of_classes_are_on_webgpu_those_of_the_cpu() -> None:
+    for score in ("lac", "aps", "raps"):
+        added = passes.PredictionSet(0.2, score)
+        file = graphopt.calibrate(NETWORKS["cnn"], {"x": X, "target": LABELS}, passes.Temperature(0.3), added)
+        found, due = (graphopt.predict(file, {"x": X}, device=device) for device in ("webgpu", "cpu"))
+        assert found.keys() == due.keys()
+        for name, y in due.items():
+            np.testing.assert_allclose(found[name], y, rtol=1e-3, atol=1e-5, err_msg=f"{score}: {name}")

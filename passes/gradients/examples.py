@@ -16,8 +16,8 @@ arXiv:2110.05679). Other sites run in a Scan over examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -41,7 +41,7 @@ from graphopt.graph.values import (
     wide_type,
 )
 from passes.free_batch import Rows, places_of_rows
-from passes.gradients.registry import WITH_LOCAL_DERIVATIVES, is_in, rule_of
+from passes.gradients.registry import WITH_LOCAL_DERIVATIVES, Active, is_in, rule_of
 from passes.gradients.rules.control_flow import scan_over
 from passes.gradients.rules.recurrent import CELLS, GATES, Factors, factors_of
 from passes.gradients.walk import backward, between
@@ -104,10 +104,17 @@ class Product:
         known = [size for size in (places, rows, columns) if isinstance(size, int)]
         return len(known) < 3 or 2 * known[0] ** 2 < known[1] * known[2] or (places == 1 and rank(self.a) == 3)
 
-    def squared_norm(self, op: Emitter) -> ir.Value:
-        if dims_of(self.a)[-2] == 1 and rank(self.a) == 3:
+    @property
+    def of_pairs(self) -> bool:
+        """Return whether the norm is an inner product of two matrices of pairs of places."""
+        return self.has_norm and not (dims_of(self.a)[-2] == 1 and rank(self.a) == 3)
+
+    def squared_norm(self, op: Emitter, *others: Product) -> ir.Value:
+        """Emit the squared norm of the gradients, together with those of others that have the same `a`."""
+        if not self.of_pairs:
             return _sum_square(op, self.a) * _sum_square(op, self.b)
-        return _inner(op, _by_pairs(op, self.a), _by_pairs(op, self.b))
+        pairs = [_by_pairs(op, form.b) for form in (self, *others)]
+        return _inner(op, _by_pairs(op, self.a), op.Sum(*pairs) if others else pairs[0])
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,7 @@ class Site:
     dys: tuple[Input, ...]
     rows: Rows
     n: ir.Value
+    matrices: dict[tuple[ir.Value, ir.Value, bool], ir.Value] = field(repr=False, compare=False)  # that sites share
 
     @property
     def operand(self) -> ir.Value:
@@ -176,6 +184,8 @@ class Site:
 
     def matrix(self, op: Emitter, x: ir.Value, model: ir.Value | None = None, columns: bool = False) -> ir.Value:
         """Emit `x` [..., i], or [..., i, T] with `columns`, as [n, T, i], for a sum over all places T of a row."""
+        if (known := self.matrices.get(key := (x, model or x, columns))) is not None:
+            return known
         y = self.opened(op, x, model)
         if columns:
             y = _swapped(op, y)
@@ -183,6 +193,7 @@ class Site:
         places = math.prod(size for size in sizes if isinstance(size, int))
         flat = op.Reshape(y, op.Concat([0, -1], op.shape_of(y, rank(y) - 1), axis=0))
         flat.shape = ir.Shape([None, places if all(isinstance(n, int) for n in sizes) else None, last])
+        self.matrices[key] = flat
         return flat
 
     def summed(self, op: Emitter, terms: ir.Value, model: ir.Value, dims: Iterable[int | ir.SymbolicDim]) -> Known:
@@ -410,7 +421,7 @@ class Examples:
                     f"{node_label(node)}, of which this is not known"
                 )
         self._chain = [node for node in path if not any(map(self.rows.has, node.outputs))]
-        of_weights = {*self.parameters, *(y for node in self._chain for y in node.outputs)}
+        self._of_weights = of_weights = {*self.parameters, *(y for node in self._chain for y in node.outputs)}
         at = [
             (node, i) for node in path if node not in self._chain for i, x in enumerate(node.inputs) if x in of_weights
         ]
@@ -433,9 +444,10 @@ class Examples:
             if BATCH_WEIGHT.read(y) == "rows":
                 seeds[y] = seeds[y] * op.Cast(op.Squeeze(self.n, [0]), to=seeds[y].dtype)
         outputs = dict.fromkeys(y for node, _ in at for y in node.outputs if y.name)
-        self._dys = backward(op, self.graph, seeds, outputs) if outputs else {}
+        self._dys = backward(op, self.graph, seeds, outputs, self._dx_of_steps) if outputs else {}
+        matrices: dict[tuple[ir.Value, ir.Value, bool], ir.Value] = {}
         self.sites = [
-            Site(node, i, dys, self.rows, self.n)
+            Site(node, i, dys, self.rows, self.n, matrices)
             for node, i in at
             if any(dys := tuple(self._dys.get(y) for y in node.outputs))
         ]
@@ -502,14 +514,23 @@ class Examples:
 
     def _factors(self, site: Site) -> dict[str, Factors | None]:
         """Return the factors of the weights of a recurrent operator, which its sites share."""
-        node = site.node
-        if node.op_type not in CELLS:
+        if site.node.op_type not in CELLS:
             return {}
+        return {"factors": self._steps_of(site.node, site.dys)}
+
+    def _steps_of(self, node: ir.Node, dys: Sequence[Input], of_input: bool = False) -> Factors | None:
         x = given(node.inputs[0])
         if node not in self._of_steps:
             fits = self.rows.axes.get(x) == 1 and self.rows.lengths.get(x) == 1
-            self._of_steps[node] = factors_of(self.op, node, site.dys) if fits else None
-        return {"factors": self._of_steps[node]}
+            self._of_steps[node] = factors_of(self.op, node, dys, of_input) if fits else None
+        return self._of_steps[node]
+
+    def _dx_of_steps(self, node: ir.Node, dys: list[Input], active: Active) -> Sequence[Input] | None:
+        """Return the gradient of what a recurrent operator reads, from the walk through its steps for its weights."""
+        if node.domain or node.op_type not in CELLS or not active.isdisjoint(filter(None, node.inputs[1:])):
+            return None
+        found = self._steps_of(node, dys, of_input=True) if not self._of_weights.isdisjoint(node.inputs) else None
+        return None if found is None else [found.dx]
 
     def _scanned(self, site: Site) -> Known:
         """Run the node and its rule on one row after the other."""
@@ -545,16 +566,24 @@ class Examples:
 
     def squared_norms(self) -> ir.Value:
         """Emit the squared norms [n] of the gradients of examples by all parameters together."""
-        squares = [self._squared_norm(w) for w in self.parameters if self._forms_of(w)]
+        squares, together = [], dict[ir.Value, list[Product]]()
+        for w in self.parameters:
+            form = self._with_norm(w)
+            if isinstance(form, Product) and form.of_pairs:
+                together.setdefault(form.a, []).append(form)
+            elif self._forms_of(w):
+                squares.append(form.squared_norm(self.op) if form else _sum_square(self.op, self._gradient(w)))
+        squares += [first.squared_norm(self.op, *others) for first, *others in together.values()]
         common = max(map(dtype_of, squares), key=lambda dtype: dtype.itemsize)
         return self.op.Sum(*(self.op.cast(square, common) for square in squares))
 
-    def _squared_norm(self, w: ir.Value) -> ir.Value:
-        ((site, form), *others) = self._forms_of(w)
+    def _with_norm(self, w: ir.Value) -> Product | Picked | None:
+        """Return the form of a parameter that one site reads, if its norms are cheaper than its gradients."""
+        if len(forms := self._forms_of(w)) != 1:
+            return None
+        ((site, form),) = forms
         keeps = self._keeps(w, site.operand) or _moves_gates(site, w)
-        if not isinstance(form, Known) and form.has_norm and not others and keeps:
-            return form.squared_norm(self.op)
-        return _sum_square(self.op, self._gradient(w))
+        return form if keeps and not isinstance(form, Known) and form.has_norm else None
 
     def gradients(self) -> _Values:
         """Emit the gradients [n, *shape] of examples by each parameter on which the loss depends."""

@@ -38,12 +38,17 @@ from passes.gradients.side_by_side import side_by_side
 
 
 def backward(
-    op: Emitter, graph: ir.Graph | ir.GraphView, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
+    op: Emitter,
+    graph: ir.Graph | ir.GraphView,
+    seeds: Mapping[ir.Value, ir.Value],
+    wrt: Iterable[ir.Value],
+    known: Callable[[ir.Node, list[Input], Active], Gradients | None] | None = None,
 ) -> dict[ir.Value, ir.Value]:
     """Emit the vector-Jacobian product of `graph`, and return the gradient of each of `wrt` that affects the seeds.
 
     A seed has its value's shape. A gradient may be a scalar that stands for equal elements, such as that of a mean,
-    until an operator needs all elements.
+    until an operator needs all elements. `known` may return what a caller has in place of a rule's gradients, by the
+    node, the gradients of its outputs and the values that are differentiated by.
     """
     wrt = list(wrt)
     path = between(graph, seeds, wrt)
@@ -57,7 +62,8 @@ def backward(
         if not _takes_uniform(node):
             dys = [dy and full(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
         try:
-            for x, gradient in zip(inputs_of(node), _apply(op, node, dys, active), strict=False):
+            found = (known and known(node, dys, active)) or _apply(op, node, dys, active)
+            for x, gradient in zip(inputs_of(node), found, strict=False):
                 if x is not None and gradient is not None and x in active:
                     _add(op, gradients, x, sum_to(op, gradient, x))
         except NoGradient:

@@ -112,8 +112,8 @@ def find_clusters(graph: ir.Graph, forms: NodeForms, least: int = 2) -> list[Clu
     come first, before other clusters take their small results.
 
     Args:
-        least: the number of nodes that a cluster has at least, without views. One is enough if it is of bfloat16
-            numbers, because ONNX Runtime has no kernels for them.
+        least: the number of nodes that a cluster has at least, without views. One is enough if ONNX Runtime has
+            no kernel for it, or a slow one.
     """
     computed = {node: form for node in graph if (form := forms.of(node)) is not None}
     channels = [node for node, form in computed.items() if _is_of_channels(node, form)]
@@ -131,12 +131,17 @@ def _grown_from(seeds: Sequence[ir.Node], graph: ir.Graph, free: dict[ir.Node, N
             continue
         cluster = _without_copies(_grown(first, free, reach), free)
         count = sum(form.kind is not NodeKind.VIEW for form in cluster.nodes.values())
-        if count >= (1 if any(map(is_of_bfloat16, cluster.nodes)) else least) and cluster.has_sizes():
+        if count >= (1 if any(map(_needs_kernel, cluster.nodes)) else least) and cluster.has_sizes():
             clusters.append(cluster)
             reach.contract(cluster.nodes)
             for node in cluster.nodes:
                 del free[node]
     return clusters
+
+
+def _needs_kernel(node: ir.Node) -> bool:
+    """Return whether ONNX Runtime has no kernel for a node, or one that takes several times as long."""
+    return is_of_bfloat16(node) or (node.op_type == "ReduceSumSquare" and node.domain == "")
 
 
 def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, NodeForm]) -> int:

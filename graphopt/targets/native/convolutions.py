@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.sizes import has_sizes, sizes_of
-from graphopt.graph.values import dims_of
+from graphopt.graph.values import constant_of, dims_of
 from graphopt.graph.windows import Window, pad_mode, window_of
 from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import FEW_FILTERS, Item, Kernel, Replacement
@@ -59,6 +60,46 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
         *(attributes["group"], int(is_transposed), int(bias is not None), int(relu)),
     ]
     return Kernel.calling("convolution", form, [x, w, bias], nodes[-1].outputs), nodes
+
+
+def example_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
+    """Return the kernel of the gradients of a convolution's kernel by each example, and the node that it replaces.
+
+    The node multiplies the gradients [n, 1, filters, places] of the output with windows, which a depthwise convolution
+    has unfolded. The kernel reads them where they lie in the input.
+    """
+    if (node.domain, node.op_type) != ("", "MatMul") or not accepts_product(node, forms):
+        return None
+    dy, conv = _flattened(given(node.inputs[0]), [0, 1, 2, 3]), _flattened(given(node.inputs[1]), [0, 1, 3, 2])
+    unfold = None if conv is None else conv.producer()
+    if dy is None or unfold is None or unfold.op_type != "Conv" or unfold.domain or len(unfold.inputs) != 2:
+        return None
+    x, w = map(given, unfold.inputs)
+    kernels, attributes = constant_of(w), forms.attributes_of(unfold)
+    if kernels is None or attributes is None or pad_mode(unfold) != "NOTSET" or x.dtype != ir.DataType.FLOAT:
+        return None
+    taps, groups, axes = kernels.shape[2:], attributes["group"], kernels.ndim - 2
+    unfolding = np.tile(np.eye(math.prod(taps)).reshape(-1, 1, *taps), (groups, *[1] * (axes + 1)))
+    window, _ = _window(unfold)
+    if not np.array_equal(kernels, unfolding) or rank_of(dy) != axes + 2 or not _is_small(window, taps) or axes > 3:
+        return None
+    space = [*range(2, axes + 2)]
+    form: list[Item] = [axes + 2, axes + 2, axes + 2, axes, [1, 0, *space], [1, 0, *space], [1, 0, *space]]
+    form += [window.dilations, window.strides, window.begin, window.end, list(taps), 0, 0, 0, 0]
+    return Kernel.calling("convolution", form, [x, dy], node.outputs), [node]
+
+
+def _flattened(x: ir.Value, axes: list[int]) -> ir.Value | None:
+    """Return the value [n, channels, ...] that a value views as [n, 1, channels, places], with its axes in an order."""
+    view, found, _ = [*stored_before(x)][-1]
+    node = view.producer()
+    if found != axes or node is None or node.op_type != "Reshape" or node.domain:
+        return None
+    y = given(node.inputs[0])
+    if not has_sizes(view) or not has_sizes(y) or rank_of(view) != 4 or rank_of(y) < 3:
+        return None
+    (n, group, channels, _), sizes = sizes_of(view), sizes_of(y)
+    return y if (n, group, channels) == (sizes[0], 1, sizes[1]) and isinstance(channels, int) else None
 
 
 def _sum_of_products(node: ir.Node, attributes: Attributes, forms: NodeForms) -> Replacement | None:

@@ -26,7 +26,7 @@ from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat1
 from graphopt.targets.native.attention import attention_kernels
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
-from graphopt.targets.native.convolutions import convolution_kernel
+from graphopt.targets.native.convolutions import convolution_kernel, example_gradient_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, parts_for, source
@@ -53,6 +53,7 @@ KERNEL_KINDS = ("kernels", "products", "convolutions", "pools", "scans", "attent
 _BY_NODE = (
     ("pools", pool_gradient_kernel),  # which has pools inside
     ("pools", pool_kernel),
+    ("convolutions", example_gradient_kernel),  # which has a convolution inside
     ("convolutions", convolution_kernel),
     ("products", product_kernel),
 )

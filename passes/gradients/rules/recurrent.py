@@ -295,36 +295,39 @@ class Factors:
         h: the states before each step [steps, rows, units].
         of_x: the gradients [steps, rows, gates * units] of the products of the input, and of their biases.
         of_h: those of the products of the states, and of their biases.
+        dx: the gradient of the input, if it is asked for.
     """
 
     x: Value
     h: list[Value]
     of_x: list[Value]
     of_h: list[Value]
+    dx: Input = None
 
 
-def factors_of(op: Emitter, node: Node, dys: Sequence[Input]) -> Factors | None:
+def factors_of(op: Emitter, node: Node, dys: Sequence[Input], of_input: bool = False) -> Factors | None:
     """Emit the factors of a recurrent operator for the gradients of its outputs.
 
-    Return None for an operator without such a formula: a GRU with linear_before_reset=0, or rows of different lengths
-    or on the first axis.
+    Return None for an operator without such a formula: a GRU with linear_before_reset=0, rows on the first axis, or
+    rows of different lengths that are read backwards from a state that is given.
     """
     kind = node.op_type
     x, w, r, _, lengths, h = (*node.inputs, *[None] * 3)[:6]
     others = {"linear_before_reset": int(kind == "GRU"), "layout": 0}
-    if lengths is not None or any(node.attributes.get_int(name, 0) != due for name, due in others.items()):
-        return None
     direction, count = node.attributes.get_string("direction", "forward"), GATES[kind]
     ways, start, gates = _ways(direction), len(op.graph), list[Value]()
+    starts_anywhere = lengths is not None and h is not None and True in ways
+    if starts_anywhere or any(node.attributes.get_int(name, 0) != due for name, due in others.items()):
+        return None
     assert x is not None and w is not None and r is not None
     outputs = expanded(op, x, w, r, *node.inputs[3:], node=node, direction=direction or "", products=gates)
     part = ir.GraphView([], outputs, nodes=list(op.graph)[start:], opset_imports=op.versions)
     seeds = {y: like(op.Identity(op.cast(dy, dtype_of(y))), y) for y, dy in zip(outputs, dys, strict=False) if dy}
-    found = backward(op, part, seeds, gates)
+    found = backward(op, part, seeds, [*gates, *[x] * of_input])
     n = width(r)
     nothing = op.ConstantOfShape(op.Concat(op.shape_of(x, 1, 2), [n], axis=0), value=ir.tensor([0], dtype=dtype_of(x)))
     known, rs = elements_along(op, outputs[0], len(ways), 1), elements_along(op, r, len(ways), 0)
-    result = Factors(x, [], [], [])
+    result = Factors(x, [], [], [], found.get(x))
     for i, first in enumerate(_parts(op, h, len(ways))):
         states = known[i]
         states.shape = ir.Shape([*dims_of(x)[:2], n])

@@ -21,7 +21,8 @@ typedef struct {
 } ProductForm;
 
 /* This is what the graph says of a convolution. The axes of x and y are images, channels and space, those of w are
- * filters, channels and space. */
+ * filters, channels and space. 0 groups stand for gradients of a kernel by each example: channels are examples, which are
+ * not added, `more` has the sizes of the kernel, and y is stored as [examples, 1, filters, images and space]. */
 typedef struct {
     int rank_x, rank_w, rank_y, axes;
     signed char x[5], w[5]; /* the stored axis of each axis, or -1 if it has size 1 */

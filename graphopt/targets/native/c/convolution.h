@@ -60,26 +60,30 @@ static OrtStatus *read_operand(Context *context, size_t index, const float **dat
 /* Compute the output of the operator from its first two inputs, and add its third input, a bias. */
 OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     int64_t stored_y[5], steps[5], x[5], w[5], y[5] = {1, 1, 1, 1, 1}, x_steps[5], w_steps[5], y_steps[5] = {0};
-    Convolution u = {.relu = form->relu, .groups = form->groups};
+    const int each = form->groups == 0; /* an image of x with a filter of its own for each of its channels */
+    Convolution u = {.relu = form->relu, .groups = each ? 1 : form->groups};
     CHECK(read_operand(context, 0, &u.x, form->rank_x, form->x, x, x_steps));
     CHECK(read_operand(context, 1, &u.w, form->rank_w, form->w, w, w_steps));
     const int axes = form->axes, missing = 3 - axes;
     const int64_t first = form->transposed ? w[1] : w[0], second = form->transposed ? w[0] : w[1];
-    u.images = x[0], u.channels = x[1] / u.groups;
+    const int64_t many = each ? x[1] : 1;
+    u.images = x[0], u.channels = each ? 1 : x[1] / u.groups;
     u.filters = form->transposed ? first : first / u.groups;
-    if (u.channels * u.groups != x[1] || second != (form->transposed ? x[1] : u.channels)) return unlike();
+    if (u.channels * u.groups * many != x[1] || second != (form->transposed || each ? x[1] : u.channels)) return unlike();
     if (!form->transposed && first % u.groups) return unlike();
-    y[0] = x[0], y[1] = u.filters * u.groups;
+    y[0] = x[0], y[1] = u.filters * u.groups * many;
     for (int i = 0; i < axes; i++) {
         const int64_t reach = (w[i + 2] - 1) * form->dilations[i] + 1, pads = form->begin[i] + form->end[i];
         y[i + 2] = form->transposed ? (x[i + 2] - 1) * form->strides[i] + form->more[i] + reach - pads
                                     : downwards(x[i + 2] + pads - reach, form->strides[i]) + 1;
-        if (y[i + 2] < 0) return unlike();
+        if (y[i + 2] < (each ? form->more[i] : 0)) return unlike();
+        if (each) y[i + 2] = form->more[i]; /* what strides have left over is not read */
     }
     for (int j = 0; j < form->rank_y; j++) stored_y[j] = form->y[j] < 0 ? 1 : y[form->y[j]];
     const int64_t elements = strides_of(form->rank_y, stored_y, steps);
     if (elements != y[0] * y[1] * product_of(y + 2)) return unlike(); /* an axis that is not stored has another size than 1 */
-    CHECK(output(context, 0, &u.y, stored_y, form->rank_y));
+    const int64_t of_each[] = {many, 1, u.filters, x[0] * product_of(y + 2)};
+    CHECK(output(context, 0, &u.y, each ? of_each : stored_y, each ? 4 : (size_t)form->rank_y));
     for (int j = 0; j < form->rank_y; j++)
         if (form->y[j] >= 0) y_steps[form->y[j]] = steps[j];
     if (form->biased) {
@@ -97,8 +101,9 @@ OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     int empty = 0; /* a part that no tap reaches */
     for (int i = 0; form->transposed && i < axes; i++) empty = empty || (w[i + 2] < form->strides[i] && !u.bias);
     if (empty && elements) memset(u.y, 0, (size_t)elements * sizeof(float));
-    for (int64_t part = 0; part < product_of(strides); part++) {
+    for (int64_t part = 0; part < product_of(strides) * many; part++) {
         Convolution v = u;
+        if (each) v.x += part * x_steps[1], v.w += part * w_steps[1], v.y += part * u.filters * u.y_filter;
         int64_t rest = part;
         for (int i = 2; i >= 0; i--) {
             const int at = i - missing;
