@@ -52,17 +52,20 @@ static int has_few(const Convolution *u) {
 static int depthwise_fits(const Convolution *u) { return has_few(u) && has_small_groups(u); }
 static int always(const Convolution *u) { return (void)u, 1; }
 
-static double float32_seconds(const Convolution *u) {
+/* Return the seconds of direct.h, and about those of the others, if a multiplication takes so many. */
+static double direct_seconds(const Convolution *u, double multiplication) {
     const Numbers n = numbers_of(u);
     const double copied = n.filters + 0.6 * n.windows + 0.8 * n.results, sums = n.results * (double)(u->channels * product_of(u->taps));
-    return CLEARLY * ((double)u->groups * (sums * rates.multiplication + copied * rates.copy) + rates.start);
+    return (double)u->groups * (sums * multiplication + copied * rates.copy) + rates.start;
 }
+
+static double float32_seconds(const Convolution *u) { return CLEARLY * direct_seconds(u, rates.multiplication); }
 
 /* --- In tiles of bfloat16 numbers --- */
 
 static int fits_tiles(const Convolution *u) { return pieces_of_all && !has_few(u) && u->channels * product_of(u->taps) > 0; }
 
-/* Pairs of channels multiply twice as fast as float32 where there are no tiles; all else takes the time of direct.h. */
+/* Pairs of channels multiply as fast as tiles where an instruction multiplies pairs, and copies have half the elements. */
 static int paired_fits(const Convolution *u) {
 #if defined(GEMM_HAS_PAIRS) && !defined(GEMM_HAS_TILES)
     return fits_tiles(u) && pieces_of_all == 1 && u->channels > 1 && u->w_filter < MOST_STRIDE && u->steps[2] < MOST_STRIDE;
@@ -74,7 +77,7 @@ static int paired_fits(const Convolution *u) {
 static double paired_seconds(const Convolution *u) {
     Convolution half = *u;
     half.channels = (u->channels + 1) / 2;
-    return float32_seconds(&half);
+    return direct_seconds(&half, 2 * rates.tile_multiplication);
 }
 
 static int low_product_fits(const Convolution *u) { return fits_tiles(u) && is_product(u); }
