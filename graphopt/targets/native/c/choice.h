@@ -68,7 +68,8 @@ static int fits_tiles(const Convolution *u) { return pieces_of_all && !has_few(u
 /* Pairs of channels multiply as fast as tiles where an instruction multiplies pairs, and copies have half the elements. */
 static int paired_fits(const Convolution *u) {
 #if defined(GEMM_HAS_PAIRS) && !defined(GEMM_HAS_TILES)
-    return fits_tiles(u) && pieces_of_all == 1 && u->channels > 1 && u->w_filter < MOST_STRIDE && u->steps[2] < MOST_STRIDE;
+    const int is_near = u->w_filter < MOST_STRIDE && u->steps[2] < MOST_STRIDE;
+    return fits_tiles(u) && pieces_of_all == 1 && u->channels > 1 && is_near && !is_product(u);
 #else
     return (void)u, 0;
 #endif
