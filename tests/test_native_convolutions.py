@@ -417,7 +417,7 @@ def test_convolutions_of_short_axes():
     expected = Session(device, graph).compute_arrays(feeds)
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
     for name in outputs:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        assert_near(found[name], expected[name], name)
 
 
 def test_products_are_added_without_rounding_them():
@@ -428,6 +428,6 @@ def test_products_are_added_without_rounding_them():
     weights[:, 0, 1, 1], weights[:, 1, 1, 1] = 1, 1 + 2**-12
     proto = model("g (float[1,2,9,9] x) => (float[1,8,9,9] y) { y = Conv<pads = [1,1,1,1]>(x, w) }", w=weights)
     x = np.stack([np.full((9, 9), -1 - 2**-11), np.full((9, 9), 1 + 2**-12)])[None].astype(np.float32)
-    lowered = lower_to_kernels(load(onnx.shape_inference.infer_shapes(proto)), PLAIN)
+    lowered = lower_to_kernels(load(onnx.shape_inference.infer_shapes(proto)), PLAIN, precision="highest")
     y = Session(Device("cpu"), lowered.model, library=lowered.library).compute_arrays({"x": x})["y"]
     np.testing.assert_array_equal(y, 2.0**-24)
