@@ -61,6 +61,21 @@ MUTANTS = [
         "2 * pair + 1 < x->channels ?",
         "2 * pair + 2 < x->channels ?",
     ),
+    *of(  # the second of the last pair, of an odd number of channels
+        *("direct.h", ("medium",), "convolutions", "bfloat16 and paired"),
+        "d->first + c + d->all < u->channels ? line",
+        "d->first + c + d->all <= u->channels ? line",
+    ),
+    *of(  # filters of the second half of channels
+        *("direct.h", ("medium",), "convolutions", "bfloat16 and paired"),
+        "half = d->all * u->w_channel",
+        "half = (d->all - 1) * u->w_channel",
+    ),
+    *of(  # a pair of terms of filters
+        *("pairs.h", ("medium",), "convolutions", "bfloat16 and paired"),
+        "second ? second + at : NULL, 1,",
+        "NULL, 1,",
+    ),
     *of(  # zeros around an image
         *("pairs.h", LOWER, "convolutions", "bfloat16 and shifted"),
         "if (k < 0) k +=",

@@ -16,7 +16,7 @@ UNIT = UNITS.get(PRECISION, 2.0**-23)
 FLOAT32 = 1e-5  # for sums of some thousand terms
 
 
-FORMS = ("low_products", "gathered", "shifted")  # algorithms of bfloat16 numbers, in choice.h
+FORMS = ("low_products", "paired", "gathered", "shifted")  # algorithms of bfloat16 numbers, in choice.h
 
 
 def compute_in(form: str | None, monkeypatch, tmp_path_factory) -> None:

@@ -143,7 +143,7 @@ def parts_for(operators: Collection[str], *, is_low: bool = False) -> list[str]:
 
 
 def _part(*, convolves: bool, is_low: bool) -> str:
-    headers = [_ATTENTION, *[_CONVOLUTION] * convolves]
+    headers = [_ATTENTION, *[_CONVOLUTION, "measured"] * convolves]
     limits = _LIMITS if is_low else f"{_LIMITS}#define ONLY_FLOAT32\n"
     return limits + "".join(f'#include "{header}.h"\n' for header in headers)
 

@@ -35,6 +35,7 @@ from graphopt.targets.native.normalizations import write_out_normalizations
 from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
 from graphopt.targets.native.precision import chosen_precision, multiplies_bfloat16, pieces_for
 from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
+from graphopt.targets.native.rates import measured_rates
 from graphopt.targets.native.rounding import write_out_rounding
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early
@@ -188,12 +189,11 @@ def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered |
             forget_description(result.model)
             shared, variants = write_in_place(result.model, result.calls) if options.in_place else ([], [])
             kernels = [*result.kernels, *variants]
-            sources = (
-                source(kernels, options.threads, options.pieces),
-                objects(kernels, PROCESSORS),
-                parts(kernels, options.pieces),
-            )
-            library = build(*sources, begun)
+            shared_parts, own_objects = parts(kernels, options.pieces), objects(kernels, PROCESSORS)
+            begun.add(own_objects)
+            rates = measured_rates(shared_parts, begun) if options.pieces and result.counts["convolutions"] else None
+            code = source(kernels, options.threads, options.pieces, rates)
+            library = build(code, own_objects, shared_parts, begun)
         content, _ = skeleton(result.model)
         note = {"library": library.name, "check": result.check, "shared": shared}
         write_cached(f"{digest}.onnx", content)

@@ -13,6 +13,13 @@ GEMM_INLINE Line round_pairs(__m512 x, __m512 y, int are_neighbours) {
     return are_neighbours ? rounded : _mm512_permutexvar_epi16(order, rounded);
 }
 
+#define GEMM_HAS_PAIRS
+
+/* Add the products of a pair and of 16 pairs to 16 sums. */
+GEMM_INLINE Lanes add_pairs_of(Lanes sums, float pair, Lanes pairs) {
+    return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_ps(pair), (__m512bh)pairs);
+}
+
 /* Return the upper halves of the elements of x and y as pairs. */
 GEMM_INLINE Line pairs_of(Line x, Line y) {
     const Line upper = _mm512_set1_epi32((int)0xffff0000);

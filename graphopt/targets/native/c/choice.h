@@ -52,15 +52,40 @@ static int has_few(const Convolution *u) {
 static int depthwise_fits(const Convolution *u) { return has_few(u) && has_small_groups(u); }
 static int always(const Convolution *u) { return (void)u, 1; }
 
-static double float32_seconds(const Convolution *u) {
+/* Return the seconds of direct.h, and about those of the others, if a multiplication takes so many. */
+static double direct_seconds(const Convolution *u, double multiplication) {
     const Numbers n = numbers_of(u);
     const double copied = n.filters + 0.6 * n.windows + 0.8 * n.results, sums = n.results * (double)(u->channels * product_of(u->taps));
-    return CLEARLY * ((double)u->groups * (sums * rates.multiplication + copied * rates.copy) + rates.start);
+    return (double)u->groups * (sums * multiplication + copied * rates.copy) + rates.start;
 }
+
+static double float32_seconds(const Convolution *u) { return CLEARLY * direct_seconds(u, rates.multiplication); }
 
 /* --- In tiles of bfloat16 numbers --- */
 
 static int fits_tiles(const Convolution *u) { return pieces_of_all && !has_few(u) && u->channels * product_of(u->taps) > 0; }
+
+enum { LEAST_MOVED = 1 << 20 }; /* results, or their transposes, that no near cache has */
+
+/* Pairs of channels multiply as fast as tiles where an instruction multiplies pairs, and copies have half the elements.
+ * To pack filters for one panel of places, or to transpose results in memory, takes longer than unfolded.h in float32. */
+static int paired_fits(const Convolution *u) {
+#if defined(GEMM_HAS_PAIRS) && !defined(GEMM_HAS_TILES)
+    const int is_near = u->w_filter < MOST_STRIDE && u->steps[2] < MOST_STRIDE;
+    const int64_t rows = u->images * product_of(u->places);
+    const int is_moved = unfolds(u) && (rows <= WIDTH || u->filters * rows > LEAST_MOVED);
+    return fits_tiles(u) && pieces_of_all == 1 && u->channels > 1 && is_near && !is_moved && !is_product(u);
+#else
+    return (void)u, 0;
+#endif
+}
+
+static double paired_seconds(const Convolution *u) {
+    Convolution half = *u;
+    half.channels = (u->channels + 1) / 2;
+    return direct_seconds(&half, 2 * rates.tile_multiplication);
+}
+
 static int low_product_fits(const Convolution *u) { return fits_tiles(u) && is_product(u); }
 
 static double seconds_of_tiles(int64_t m, int64_t n, int64_t k) {
@@ -106,6 +131,7 @@ static const Algorithm algorithms[] = {
     {"products", is_product, product_scratch, float32_seconds, product_run},
     {"unfolded", unfolds, unfolded_scratch, float32_seconds, unfolded_run},
     {"direct", always, direct_scratch, float32_seconds, direct_run},
+    {"paired", paired_fits, paired_scratch, paired_seconds, paired_run},
     {"low_products", low_product_fits, low_product_scratch, low_product_seconds, low_product_run},
 #ifdef GEMM_HAS_TILES
     {"gathered", gathered_fits, gathered_scratch, gathered_seconds, gathered_run},

@@ -1,6 +1,7 @@
 /* Convolutions of any geometry, and their gradients, by one of the algorithms of choice.h. A convolution with a kernel of
- * size 1 is a product of matrices (pointwise.h). Others multiply elements of the input with rows of filters (direct.h) or,
- * if filters are few or groups are small, shifted rows with elements of filters (grouped.h).
+ * size 1 is a product of matrices (pointwise.h). Others multiply elements of the input with rows of filters (direct.h, in
+ * float32 or in pairs of bfloat16 numbers) or, if filters are few or groups are small, shifted rows with elements of filters
+ * (grouped.h).
  *
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */

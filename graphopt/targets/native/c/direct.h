@@ -2,6 +2,9 @@
  *
  *     sums[place][filters] += copy[place + tap] * w[channel, tap][filters]
  *
+ * The elements of copies and of packed filters are float32 numbers or, in pairs.h, pairs of bfloat16 numbers: one of a
+ * channel of the first half, and one of the channel as far in the second half. Terms of a filter then lie as it is stored.
+ *
  * A term of the sum is a channel and a tap. A copy of the input has zeros around it, so that each term lies at a fixed
  * distance from the place. A tile of sums stays in registers. Its rows are places side by side on the last axis; or, if
  * lines are short or the kernel is larger than the result, as in gradients of weights, any places of any images.
@@ -13,6 +16,7 @@
 #include "geometry.h"
 #include "matrix.h"
 #include "ort.h"
+#include "pairs.h"
 #include "resources.h"
 
 enum {
@@ -25,6 +29,8 @@ enum {
 /* All tasks share this. */
 typedef struct {
     const Convolution *u;
+    int is_paired;                  /* whether elements are pairs of channels, each of which counts as one channel here */
+    int64_t all;                    /* channels */
     int64_t first, channels, terms; /* of a block of channels */
     int64_t panels, panel, row;     /* of filters; the elements of one, and of a row of sums */
     int64_t slices, tasks;          /* of channels to pack apart, of places */
@@ -41,10 +47,10 @@ typedef struct {
     int64_t terms, const char *a, int64_t a_row, int64_t ahead, const int64_t *rows_at, const int64_t *terms_at,       \
         const float *b, float *c, int64_t c_row, int accumulate
 
-/* Add terms to mr rows of `vectors` vectors of sums. Row i of a term lies at a + terms_at[term] + i * a_row, or, if
- * `anywhere`, at a + terms_at[term] + rows_at[i]. What lies `ahead` of the rows is fetched into the cache. mr, vectors and
- * anywhere are constants. */
-GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
+/* Add terms to mr rows of `vectors` vectors of sums; terms are `paired` or not. Row i of a term lies at a + terms_at[term] + i * a_row, or, if
+ * `anywhere`, at a + terms_at[term] + rows_at[i]. What lies `ahead` of the rows is fetched into the cache. mr, vectors,
+ * anywhere and paired are constants. */
+GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, int paired, TILE_OPERANDS) {
     Lanes sums[GEMM_MR][2] = {{{0}}};
     int64_t a_row3 = 3 * a_row;
     __asm__("" : "+r"(a_row3)); /* as in gemm.h */
@@ -58,6 +64,11 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
             const char *from = i < 5 ? a0 : i < 10 ? a5 : a10;
             from = anywhere ? a0 + rows_at[i] : i % 5 == 3 ? from + a_row3 : from + i % 5 * a_row;
             const float x = *(const float *)from;
+            if (paired) {
+                sums[i][0] = add_pairs_of(sums[i][0], x, b0);
+                if (vectors > 1) sums[i][1] = add_pairs_of(sums[i][1], x, b1);
+                continue;
+            }
             sums[i][0] += x * b0;
             if (vectors > 1) sums[i][1] += x * b1;
         }
@@ -66,16 +77,26 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
 }
 
 typedef void (*Tile)(TILE_OPERANDS);
-#define TILE(name, mr, vectors, anywhere)                                                            \
-    GEMM_WIDE static void name(TILE_OPERANDS) {                                                      \
-        add_terms(mr, vectors, anywhere, terms, a, a_row, ahead, rows_at, terms_at, b, c, c_row, accumulate); \
+#define TILE(name, mr, vectors, anywhere, paired)                                                            \
+    GEMM_WIDE static void name(TILE_OPERANDS) {                                                              \
+        add_terms(mr, vectors, anywhere, paired, terms, a, a_row, ahead, rows_at, terms_at, b, c, c_row, accumulate); \
     }
-#define TILES(mr)                                            \
-    TILE(tile_1_##mr, mr, 1, 0) TILE(tile_2_##mr, mr, 2, 0) \
-    TILE(any_1_##mr, mr, 1, 1) TILE(any_2_##mr, mr, 2, 1)
-#define TILE_POINTERS(mr) {tile_1_##mr, tile_2_##mr, any_1_##mr, any_2_##mr},
+#define FLOAT_TILES(mr)                                            \
+    TILE(tile_1_##mr, mr, 1, 0, 0) TILE(tile_2_##mr, mr, 2, 0, 0) \
+    TILE(any_1_##mr, mr, 1, 1, 0) TILE(any_2_##mr, mr, 2, 1, 0)
+#define FLOAT_POINTERS(mr) tile_1_##mr, tile_2_##mr, any_1_##mr, any_2_##mr
+#ifdef GEMM_HAS_PAIRS
+#define TILES(mr)                                                   \
+    FLOAT_TILES(mr)                                                 \
+    TILE(pair_1_##mr, mr, 1, 0, 1) TILE(pair_2_##mr, mr, 2, 0, 1)   \
+    TILE(pair_any_1_##mr, mr, 1, 1, 1) TILE(pair_any_2_##mr, mr, 2, 1, 1)
+#define TILE_POINTERS(mr) {FLOAT_POINTERS(mr), pair_1_##mr, pair_2_##mr, pair_any_1_##mr, pair_any_2_##mr},
+#else
+#define TILES FLOAT_TILES
+#define TILE_POINTERS(mr) {FLOAT_POINTERS(mr)},
+#endif
 GEMM_PASTE(GEMM, GEMM_MR)(TILES)
-static const Tile direct_tiles[][4] = {GEMM_PASTE(GEMM, GEMM_MR)(TILE_POINTERS)};
+static const Tile direct_tiles[][8] = {GEMM_PASTE(GEMM, GEMM_MR)(TILE_POINTERS)};
 
 /* Pack a panel of filters, term by term. */
 static void pack_panel(void *user, size_t index) {
@@ -90,6 +111,20 @@ static void pack_panel(void *user, size_t index) {
     const float *w = u->w + group * u->w_batch + filter * u->w_filter + first * u->w_channel;
     float *to = d->w + panel * d->panel + (first - d->first) * taps * row;
     const int is_line = joined && (channels == 1 || u->w_channel == taps);
+    if (d->is_paired) {
+        const int64_t half = d->all * u->w_channel, whole = first + channels + d->all <= u->channels && taps > 1;
+        if (is_line && whole) pack_pairs(w, w + half, channels * taps, many, u->w_filter, row, to);
+        for (int64_t c = 0; !(is_line && whole) && c < channels; c++, w += u->w_channel) {
+            const float *second = first + c + d->all < u->channels ? w + half : NULL;
+            int64_t at[4] = {0};
+            if (joined && taps >= LEAST_TURNED) pack_pairs(w, second, taps, many, u->w_filter, row, to + c * taps * row);
+            for (int64_t t = 0; !(joined && taps >= LEAST_TURNED) && t < taps; t++, advance(u->taps, at)) {
+                const int64_t from = at[1] * u->w_steps[0] + at[2] * u->w_steps[1] + at[3] * u->w_steps[2];
+                copy_pairs(w + from, second ? second + from : NULL, u->w_filter, many, 1, 0, (int32_t *)to + (c * taps + t) * row);
+            }
+        }
+        return;
+    }
     if (is_line || taps == 1) {
         gemm_pack(channels * taps, many, row, w, is_line ? 1 : u->w_channel, u->w_filter, rest, to);
         return;
@@ -137,8 +172,12 @@ static void copy_region(const Direct *d, const float *x, const int64_t from[3], 
         for (int64_t i = low[0]; i < high[0]; i++) {
             const float *line = x + (from[0] + i) * u->steps[0] + (from[1] + low[1]) * u->steps[1];
             float *copy = to + i * d->steps[0] + low[1] * d->steps[1];
+            const float *second = d->first + c + d->all < u->channels ? line + d->all * u->x_channel : NULL;
             for (int64_t j = low[1]; j < high[1]; j++, line += u->steps[1], copy += d->steps[1])
-                if (step == 1) copy_line(copy, line, length);
+                if (d->is_paired) {
+                    copy_pairs(line, second, step, length, 1, 0, (int32_t *)copy);
+                    if (second) second += u->steps[1];
+                } else if (step == 1) copy_line(copy, line, length);
                 else
                     for (int64_t k = 0; k < length; k++) copy[k] = line[k * step];
         }
@@ -185,7 +224,7 @@ static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t ter
                       int64_t step, const int64_t *rows_at, int64_t rows, float *c) {
     const int two = d->u->filters - panel * WIDTH > LANES;
     const float *w = d->w + (group * d->panels + panel) * d->panel + term * (two ? WIDTH : LANES);
-    const Tile tile = direct_tiles[rows - 1][(rows_at ? 2 : 0) + two];
+    const Tile tile = direct_tiles[rows - 1][(d->is_paired ? 4 : 0) + (rows_at ? 2 : 0) + two];
     tile(terms, (const char *)a, step * (int64_t)sizeof *a, 0, rows_at, d->terms_at + term, w, c + panel * WIDTH, d->row,
          term > 0 || d->first > 0);
 }
@@ -301,22 +340,23 @@ static void find_places(const Direct *d, int64_t rows) {
     find(rows, u->places, of_rows, 0, d->rows_at);
 }
 
-static Direct plan_direct(const Convolution *u) {
+static Direct plan_direct(const Convolution *u, int is_paired) {
     const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
     const int64_t planes = u->images * u->groups * u->places[0];
     const int anywhere = u->places[2] < SHORT_LINE || taps > product_of(u->places);
     const double work = 2.0 * (double)(rows * u->groups) * (double)(u->filters * u->channels * taps);
     const int64_t threads = work > 1e6 ? thread_count : 1;
-    Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES), .anywhere = anywhere};
+    const int64_t all = is_paired ? (u->channels + 1) / 2 : u->channels;
+    Direct d = {.u = u, .is_paired = is_paired, .all = all, .channels = all, .parts = 1, .row = upto(u->filters, LANES), .anywhere = anywhere};
     d.panels = gemm_parts(u->filters, WIDTH);
     find_reach(&d);
     int64_t many[3] = {anywhere ? u->places[0] : 1, u->places[1], u->places[2]}; /* places that a copy is for */
     if (anywhere) {
-        d.channels = gemm_min(u->channels, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
+        d.channels = gemm_min(all, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
         d.sums = (rows + LANES) * d.row;
         d.tasks = gemm_min(threads, u->groups * gemm_parts(rows, GEMM_MR));
     } else {
-        const int64_t elements = u->place_moves[1] * u->place_moves[2] * d.reach[0] * u->channels + d.row;
+        const int64_t elements = u->place_moves[1] * u->place_moves[2] * d.reach[0] * all + d.row;
         d.cut = many[1] > 1 ? 1 : 2;
         d.parts = gemm_parts(many[1] * many[2] * elements, PART);
         if (planes * d.parts < threads) d.parts = gemm_parts(threads, planes);
@@ -334,23 +374,28 @@ static Direct plan_direct(const Convolution *u) {
     return d;
 }
 
-static size_t direct_scratch(const Convolution *u) {
-    const Direct d = plan_direct(u);
+static size_t scratch_of_direct(const Convolution *u, int is_paired) {
+    const Direct d = plan_direct(u, is_paired);
     return (size_t)(d.of_filters + d.of_copies + d.of_sums) * sizeof(float) + (size_t)d.listed * sizeof(int64_t);
 }
 
-static void direct_run(Context *context, const Convolution *u, void *scratch) {
+static void compute_direct(Context *context, const Convolution *u, int is_paired, void *scratch) {
     const int64_t taps = product_of(u->taps);
-    Direct d = plan_direct(u);
+    Direct d = plan_direct(u, is_paired);
     d.w = scratch, d.copies = d.w + d.of_filters, d.c = d.copies + d.of_copies;
     d.terms_at = (int64_t *)(d.c + d.of_sums), d.rows_at = d.terms_at + d.terms;
     find_places(&d, d.listed - d.terms);
     do {
-        d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
+        d.channels = gemm_min(d.channels, d.all - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);
         share_tasks(context, d.tasks, &d, pack_panel, u->groups * d.panels * d.slices);
         if (d.anywhere) share_tasks(context, d.tasks, &d, copy_image, u->groups * u->images);
         share_tasks(context, d.tasks, &d, d.anywhere ? convolve_places : convolve_parts, d.tasks);
-    } while ((d.first += d.channels) < u->channels);
+    } while ((d.first += d.channels) < d.all);
     if (d.anywhere) share_tasks(context, d.tasks, &d, store_places, d.tasks);
 }
+
+static size_t direct_scratch(const Convolution *u) { return scratch_of_direct(u, 0); }
+static void direct_run(Context *context, const Convolution *u, void *scratch) { compute_direct(context, u, 0, scratch); }
+static size_t paired_scratch(const Convolution *u) { return scratch_of_direct(u, 1); }
+static void paired_run(Context *context, const Convolution *u, void *scratch) { compute_direct(context, u, 1, scratch); }

@@ -5,6 +5,66 @@
 #include "lines.h"
 #include "matrix.h"
 
+enum {
+    MOST_STRIDE = 1 << 26, /* of 16 elements that one instruction gathers or scatters */
+    LEAST_TURNED = 4,      /* terms of a filter that are packed by transposing them */
+};
+
+#ifdef GEMM_HAS_PAIRS
+/* Load every other of some elements, up to 16 of them: the processor gathers more slowly. */
+GEMM_INLINE __m512 load_every_other(const float *from, int64_t many) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    return _mm512_permutex2var_ps(load_first(from, 2 * many - 1), even, load_first(from + 16, 2 * many - 17));
+}
+
+/* Copy elements that are `stride` apart of a pair of lines. */
+GEMM_INLINE void copy_pairs(const float *first, const float *second, int64_t stride, int64_t count, int pieces, int64_t piece, int32_t *to) {
+    const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                              _mm512_set1_epi32((int)stride));
+    const __m512 zero = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += 16, first += 16 * stride, second += second ? 16 * stride : 0) {
+        const __mmask16 some = (__mmask16)(count - i >= 16 ? 0xffff : (1u << (count - i)) - 1);
+        __m512 u, v = zero;
+        Line high, low;
+        if (stride == 1) {
+            u = _mm512_maskz_loadu_ps(some, first);
+            if (second) v = _mm512_maskz_loadu_ps(some, second);
+        } else if (stride == 2) {
+            u = load_every_other(first, count - i);
+            if (second) v = load_every_other(second, count - i);
+        } else {
+            u = _mm512_mask_i32gather_ps(zero, some, places, first, 4);
+            if (second) v = _mm512_mask_i32gather_ps(zero, some, places, second, 4);
+        }
+        if (pieces == 2) split_pairs(u, v, &high, &low), _mm512_mask_storeu_epi32(to + piece + i, some, low);
+        else high = round_pairs(u, v, 0);
+        _mm512_mask_storeu_epi32(to + i, some, high);
+    }
+}
+
+/* Pack terms of filters, `filter` apart, as pairs: each term a row of so many elements. */
+static void pack_pairs(const float *first, const float *second, int64_t depth, int64_t many, int64_t filter, int64_t row, float *to) {
+    float square[LANES * LANES] __attribute__((aligned(64))) = {0};
+    for (int64_t j = 0; j < row; j += LANES)
+        for (int64_t p = 0; p < depth; p += LANES) {
+            const int64_t q = depth < LANES ? 0 : gemm_min(p, depth - LANES); /* squares may overlap */
+            for (int64_t i = 0; i < gemm_min(LANES, many - j); i++) {
+                const int64_t at = (j + i) * filter + q;
+                copy_pairs(first + at, second ? second + at : NULL, 1, gemm_min(LANES, depth), 1, 0, (int32_t *)square + i * LANES);
+            }
+            gemm_transpose(square, LANES, to + q * row + j, row);
+        }
+}
+#else /* none of this is called */
+GEMM_INLINE Lanes add_pairs_of(Lanes sums, float pair, Lanes pairs) { return (void)pair, (void)pairs, sums; }
+GEMM_INLINE void copy_pairs(const float *first, const float *second, int64_t stride, int64_t count, int pieces, int64_t piece, int32_t *to) {
+    (void)first, (void)second, (void)stride, (void)count, (void)pieces, (void)piece, (void)to;
+}
+static void pack_pairs(const float *first, const float *second, int64_t depth, int64_t many, int64_t filter, int64_t row, float *to) {
+    (void)first, (void)second, (void)depth, (void)many, (void)filter, (void)row, (void)to;
+}
+#endif
+
 #ifdef GEMM_HAS_TILES
 
 enum { SLACK = 64 }; /* elements behind a copy that a window may read */
@@ -33,28 +93,6 @@ static int64_t shift_of(const PairedCopy *x, const int64_t indices[3]) {
     for (int i = 0; i < 3; i++)
         phase = phase * x->strides[i] + indices[i] % x->strides[i], at = at * x->extents[i] + indices[i] / x->strides[i];
     return phase * x->phase + at;
-}
-
-/* Copy elements that are `stride` apart of a pair of lines. */
-static void copy_pairs(const float *first, const float *second, int64_t stride, int64_t count, int pieces, int64_t piece, int32_t *to) {
-    const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                              _mm512_set1_epi32((int)stride));
-    const __m512 zero = _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i += 16, first += 16 * stride, second += second ? 16 * stride : 0) {
-        const __mmask16 some = (__mmask16)(count - i >= 16 ? 0xffff : (1u << (count - i)) - 1);
-        __m512 u, v = zero;
-        Line high, low;
-        if (stride == 1) {
-            u = _mm512_maskz_loadu_ps(some, first);
-            if (second) v = _mm512_maskz_loadu_ps(some, second);
-        } else {
-            u = _mm512_mask_i32gather_ps(zero, some, places, first, 4);
-            if (second) v = _mm512_mask_i32gather_ps(zero, some, places, second, 4);
-        }
-        if (pieces == 2) split_pairs(u, v, &high, &low), _mm512_mask_storeu_epi32(to + piece + i, some, low);
-        else high = round_pairs(u, v, 0);
-        _mm512_mask_storeu_epi32(to + i, some, high);
-    }
 }
 
 /* Copy an image of a pair of channels, which is number pair * images + image. */

@@ -27,7 +27,6 @@
 #ifdef GEMM_HAS_TILES
 
 enum {
-    MOST_STRIDE = 1 << 26,    /* of 16 elements that one instruction gathers or scatters */
     WINDOWS = 128,            /* that are stored together */
     CHUNK = 3 << 18,          /* bytes of copies that a task has in its L2 cache */
     BLOCKS_TOGETHER = 8,      /* of both operands, in the L1 cache */
