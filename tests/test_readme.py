@@ -116,12 +116,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable
     return run
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-@pytest.mark.slow
-def test_the_python_blocks_run(page: Path, folder_of: Callable[[Path], Path]) -> None:
-    folder_of(page)
-
-
 def test_the_first_example_prints_what_the_page_says(folder_of: Callable[[Path], Path]) -> None:
     folder = folder_of(ROOT / "README.md")
     assert {"my.onnx", "step.onnx", "trained.onnx"} <= set(os.listdir(folder))
@@ -143,11 +137,11 @@ for command, searches_here in {commands!r}:
 """
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [x for x in PAGES if blocks(x, "python") or commands(x)], ids=lambda page: page.stem)
 @pytest.mark.slow
-def test_the_commands_run(page: Path, folder_of: Callable[[Path], Path], run_on: Run) -> None:
-    """The commands of a page run in their order, as later ones read what earlier ones write, for at most 6 epochs."""
-    left_out, run = [], []
+def test_a_page_runs(page: Path, folder_of: Callable[[Path], Path], run_on: Run) -> None:
+    """The commands run in their order after the Python, as they read what it and others write, for at most 6 epochs."""
+    folder, left_out, run = folder_of(page), [], []
     for command in commands(page):
         searches_here = command.startswith("python -m ")
         program, *arguments = shlex.split(command.removeprefix("python -m "), comments=True)
@@ -161,7 +155,7 @@ def test_the_commands_run(page: Path, folder_of: Callable[[Path], Path], run_on:
         arguments = [re.sub(r"^fit\.epochs=\d\d+$", "fit.epochs=6", argument) for argument in arguments]
         run.append(([*arguments, *shorter], searches_here))
     if run:
-        run_on(page, RUN_COMMANDS.format(commands=run), folder_of(page))
+        run_on(page, RUN_COMMANDS.format(commands=run), folder)
     if left_out:
         pytest.skip(f"the environment lacks packages of {left_out}; all other commands ran")
 
