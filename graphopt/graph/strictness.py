@@ -15,6 +15,7 @@ from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
 from graphopt.graph.values import is_read, may_be_alike, node_label
 
 _blocks: list[list[bool]] = []  # whether each `with` block checks, the innermost block last
+_compared: set[str] = set()  # digests of what is remembered and has been made anew in this process
 
 # Operators of whose outputs ONNX's inference guesses the shape, if it depends on numbers.
 _GUESSED = {"Split", "Squeeze", "Unique"}
@@ -28,7 +29,7 @@ def strict(on: bool = True) -> Iterator[None]:
       outputs of the types that ONNX infers. `Pass.requires` and `Pass.ensures` are checked without this block, too.
     - A step that returns an onnx_ir result tells whether it has changed the model. Fusions find sorted graphs.
     - Training graphs that estimators share, lowered graphs and compiled kernels are made anew and compared with those
-      that are remembered.
+      that are remembered; lowered graphs once in a process, as all that makes them is in their digest.
     - Kernels are compiled before the first step, unless that takes seconds, not beside the first steps.
 
     The block counts for all threads, but not for other processes. Compiling takes about half as long again.
@@ -62,6 +63,14 @@ def strict(on: bool = True) -> Iterator[None]:
 def is_strict() -> bool:
     """Return whether promises are checked."""
     return bool(_blocks) and _blocks[-1][0]
+
+
+def is_due(digest: str) -> bool:
+    """Return whether promises are checked and what is remembered by a digest has not been compared in this process."""
+    is_new = is_strict() and digest not in _compared
+    if is_new:
+        _compared.add(digest)
+    return is_new
 
 
 def run_strictly(step: Callable[[ir.Model], object], model: ir.Model) -> object:
