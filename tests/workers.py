@@ -127,12 +127,15 @@ def sums(communicator: graphopt.MPI, executor: graphopt.Executor) -> list[str]:
     return communicator.gather_json(hashlib.sha256(content).hexdigest())
 
 
+FEW = ("adamw", "dropout", "normalized images")
+
+
 def copies(communicator: graphopt.MPI) -> dict[str, Any]:
-    return equal(communicator, share_state=False)
+    return equal(communicator, share_state=False, names=FEW)
 
 
 def with_kernels(communicator: graphopt.MPI) -> dict[str, Any]:
-    return equal(communicator, names=("adamw", "dropout", "normalized images"))
+    return equal(communicator, names=FEW)
 
 
 def equal(communicator: graphopt.MPI, share_state: bool = True, names: Iterable[str] = CASES) -> dict[str, Any]:
