@@ -27,6 +27,7 @@ DECISIONS = sorted((ROOT / "examples/guides/decisions").glob("*.md"))
 INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
 # Packages of pages and of commands that only the environment of the extras `federated` and `cluster` has.
 NEEDS = {"federated": ("flwr", "ray"), "sweep=ray": ("hydra_plugins.hydra_ray_launcher",)}
+SHORTER = {"data", "fine_tune", "language_models", "prune"}  # pages most of whose seconds are epochs
 NOT_RUN = {"csharp", "rust", "swift"}  # as the page says
 
 
@@ -100,7 +101,7 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable[[Path], Path]:
     """Return a function that runs a page's Python blocks, once, as one program, and returns the folder it ran in.
 
-    It trains for at most 3 epochs at a time.
+    Pages of `SHORTER` train for at most 3 epochs at a time.
     """
     folders: dict[Path, Path] = {}
 
@@ -112,7 +113,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable
                 pytest.skip(reason)
             folder = tmp_path_factory.mktemp(page.stem)
             program = "\n".join(blocks(page, "python"))
-            if page.stem != "README":  # whose numbers are compared with the page's
+            if page.stem in SHORTER:
                 program = re.sub(r"\bepochs=(\d+)", lambda found: f"epochs={min(int(found[1]), 3)}", program)
             printed = run_on(page, program, folder)
             (folder / "printed.txt").write_text(printed)
