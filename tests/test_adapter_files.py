@@ -9,8 +9,6 @@ import pickle
 import random
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +26,7 @@ from steps import assert_equal
 
 import graphopt
 import passes
-from graphopt import models
+from graphopt import cli, models
 from graphopt.adapters import peft
 from graphopt.adapters.adapter_file import read_adapter_file, write_adapter_file
 from graphopt.adapters.naming import Naming, matched
@@ -220,6 +218,7 @@ def in_halves(name: str, stored: np.dtype, computes: str) -> tuple[onnx.ModelPro
         *((name, np.dtype(ml_dtypes.bfloat16), "float") for name in ("MatMul", "Gemm", "Conv")),
     ],
 )
+@pytest.mark.slow
 def test_adapters_of_models_of_16_bits(name: str, stored: np.dtype, computes: str, dora: bool, tmp_path: Path) -> None:
     """ONNX Runtime's outputs with the adapter in a slot, and after each way back, are those of the executor."""
     proto, feeds = in_halves(name, stored, computes)
@@ -604,18 +603,14 @@ def test_a_checkpoint_has_adapters_alone_and_knows_their_base(tmp_path: Path) ->
 
 @needs_files
 @pytest.mark.slow
-def test_the_command_trains_continues_and_evaluates_adapters(tmp_path: Path) -> None:
+def test_the_command_trains_continues_and_evaluates_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def command(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "graphopt", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr + done.stdout
-        return done.stdout
+        assert cli.main([*arguments]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
 
+    monkeypatch.chdir(tmp_path)
     graphopt.save(models.mlp((1, 8, 8), 10, hidden=[32]), tmp_path / "base.onnx")
     common = ["base.onnx", "data=digits", "fit.epochs=1"]
     said = command(*common, "adapter=lora", "adapter.rank=2", "folder=first")

@@ -351,6 +351,7 @@ RULES: dict[str, tuple[passes.Optimizer, Callable[..., torch.optim.Optimizer]]] 
 @needs_compiler
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.slow
 def test_it_trains_as_pytorchs_autocast_does(name: str, rule: str) -> None:
     """Twenty steps of an exported module on two batches."""
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from graphopt.targets.native import toolchain
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # it counts the files of the user's
     monkeypatch.setattr(toolchain, "compiler", lambda: None)
     monkeypatch.setattr(toolchain, "macros", frozenset)
 

@@ -115,7 +115,7 @@ NEEDS = {
 }
 
 
-SHORTER = {"fine_tune_language_model": {"rows": 320, "epochs": 1, "lessons": 60}}
+SHORTER = {"fine_tune_language_model": {"rows": 96, "epochs": 1, "lessons": 50}}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -345,14 +345,14 @@ def test_ten_simulated_clients_learn_the_digits(tmp_path: Path) -> None:
     def client(context: Context) -> FlowerClient:
         mine = slice(int(context.node_config["partition-id"]), 1500, 10)
         part = {name: array[mine] for name, array in data.digits().arrays.items()}
-        return FlowerClient(graphopt.Executor(path, threads=1), part, epochs=2)
+        return FlowerClient(graphopt.Executor(path, threads=1), part, epochs=4)
 
     server = ServerApp()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         start = arrays(graphopt.Executor(path))
-        found.append(strategy.FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=8))
+        found.append(strategy.FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=4))
 
     try:
         run_simulation(server, client_app(client), num_supernodes=10)
@@ -361,7 +361,7 @@ def test_ten_simulated_clients_learn_the_digits(tmp_path: Path) -> None:
     trained = graphopt.Executor(path)
     set_arrays(trained, found[0].arrays)
     unseen = {name: array[1500:] for name, array in data.digits().arrays.items()}
-    assert graphopt.evaluate(trained, unseen)["accuracy"] > 0.88
+    assert graphopt.evaluate(trained, unseen)["accuracy"] > 0.86
 
 
 def replaced(record: ArrayRecord, **changed: np.ndarray | None) -> ArrayRecord:

@@ -512,7 +512,7 @@ def test_bodies_that_nest_too_deeply_are_told() -> None:
     refused(nested(2000), "nested")
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [40, pytest.param(5000, marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_inputs_of_a_fuzzer_are_taken_or_refused(count: int) -> None:
     fuzzer = Path(__file__).with_name("fuzzing.py")

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.usefixtures("plain")
 ROOT = Path(cli.__file__).parents[2]
 NAMED = ["data=npz", "data.path=train.npz", "model=my.onnx"]  # what a user says beside the recipe's name
 SWEEP = ["-m", "optimizer.learning_rate=1e-3,1e-2"]
-TRUST = "expected it on the command line alone, found it in a recipe"
 
 seen: list[str] | None = None  # what the process under test has done that it must not
 

@@ -79,7 +79,7 @@ def operators(step: ir.Model, dtype: ir.DataType) -> set[str]:
     return {node.op_type for node in step.graph if node.outputs[0].dtype == dtype}
 
 
-STEPS = 6  # later, ties of maxima in 16 bits, of which the first has the gradient, have moved the CNN's losses apart
+STEPS = 4  # later, ties of maxima in 16 bits, of which the first has the gradient, have moved the CNN's losses apart
 
 
 @each_network

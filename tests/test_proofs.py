@@ -58,6 +58,7 @@ def check_noticed(results: list[Mapping[str, Any]], faults: list[str], *, falls_
 @node
 @pytest.mark.parametrize("runtime", ["node", "wasm"])
 @pytest.mark.parametrize("name", planted_faults.NETWORKS)
+@pytest.mark.slow
 def test_javascript_notices_a_wrong_kernel(name: str, runtime: str, folders: Any) -> None:
     folder, faults = folders[name]
     (results,) = javascript("proof.js", runtime, str(len(faults)), folder).values()

@@ -27,6 +27,7 @@ DECISIONS = sorted((ROOT / "examples/guides/decisions").glob("*.md"))
 INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
 # Packages of pages and of commands that only the environment of the extras `federated` and `cluster` has.
 NEEDS = {"federated": ("flwr", "ray"), "sweep=ray": ("hydra_plugins.hydra_ray_launcher",)}
+SHORTER = {"data", "fine_tune", "language_models", "prune"}  # pages most of whose seconds are epochs
 NOT_RUN = {"csharp", "rust", "swift"}  # as the page says
 
 
@@ -98,7 +99,10 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable[[Path], Path]:
-    """Return a function that runs a page's Python blocks, once, as one program, and returns the folder it ran in."""
+    """Return a function that runs a page's Python blocks, once, as one program, and returns the folder it ran in.
+
+    Pages of `SHORTER` train for at most 3 epochs at a time.
+    """
     folders: dict[Path, Path] = {}
 
     def run(page: Path) -> Path:
@@ -108,18 +112,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable
             if page.stem == "gpu" and (reason := missing()):
                 pytest.skip(reason)
             folder = tmp_path_factory.mktemp(page.stem)
-            printed = run_on(page, "\n".join(blocks(page, "python")), folder)
+            program = "\n".join(blocks(page, "python"))
+            if page.stem in SHORTER:
+                program = re.sub(r"\bepochs=(\d+)", lambda found: f"epochs={min(int(found[1]), 3)}", program)
+            printed = run_on(page, program, folder)
             (folder / "printed.txt").write_text(printed)
             folders[page] = folder
         return folders[page]
 
     return run
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-@pytest.mark.slow
-def test_the_python_blocks_run(page: Path, folder_of: Callable[[Path], Path]) -> None:
-    folder_of(page)
 
 
 def test_the_first_example_prints_what_the_page_says(folder_of: Callable[[Path], Path]) -> None:
@@ -143,11 +144,11 @@ for command, searches_here in {commands!r}:
 """
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [x for x in PAGES if blocks(x, "python") or commands(x)], ids=lambda page: page.stem)
 @pytest.mark.slow
-def test_the_commands_run(page: Path, folder_of: Callable[[Path], Path], run_on: Run) -> None:
-    """The commands of a page run in their order, as later ones read what earlier ones write, for at most 6 epochs."""
-    left_out, run = [], []
+def test_a_page_runs(page: Path, folder_of: Callable[[Path], Path], run_on: Run) -> None:
+    """The commands run in their order after the Python, as they read what it and others write, for at most 6 epochs."""
+    folder, left_out, run = folder_of(page), [], []
     for command in commands(page):
         searches_here = command.startswith("python -m ")
         program, *arguments = shlex.split(command.removeprefix("python -m "), comments=True)
@@ -161,7 +162,7 @@ def test_the_commands_run(page: Path, folder_of: Callable[[Path], Path], run_on:
         arguments = [re.sub(r"^fit\.epochs=\d\d+$", "fit.epochs=6", argument) for argument in arguments]
         run.append(([*arguments, *shorter], searches_here))
     if run:
-        run_on(page, RUN_COMMANDS.format(commands=run), folder_of(page))
+        run_on(page, RUN_COMMANDS.format(commands=run), folder)
     if left_out:
         pytest.skip(f"the environment lacks packages of {left_out}; all other commands ran")
 

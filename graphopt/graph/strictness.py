@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -14,7 +15,21 @@ from graphopt.graph.storage import Content
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
 from graphopt.graph.values import is_read, may_be_alike, node_label
 
-_blocks: list[list[bool]] = []  # whether each `with` block checks, the innermost block last
+
+@dataclass(eq=False)
+class _Block:
+    """A `with` block.
+
+    Args:
+        checks: whether it checks.
+        compared: digests of what is remembered and has been made anew.
+    """
+
+    checks: bool
+    compared: set[str] = field(default_factory=set)
+
+
+_blocks: list[_Block] = []  # the innermost block last
 
 # Operators of whose outputs ONNX's inference guesses the shape, if it depends on numbers.
 _GUESSED = {"Split", "Squeeze", "Unique"}
@@ -28,7 +43,7 @@ def strict(on: bool = True) -> Iterator[None]:
       outputs of the types that ONNX infers. `Pass.requires` and `Pass.ensures` are checked without this block, too.
     - A step that returns an onnx_ir result tells whether it has changed the model. Fusions find sorted graphs.
     - Training graphs that estimators share, lowered graphs and compiled kernels are made anew and compared with those
-      that are remembered.
+      that are remembered; lowered graphs once in a block, as their digest is of all that makes them.
     - Kernels are compiled before the first step, unless that takes seconds, not beside the first steps.
 
     The block counts for all threads, but not for other processes. Compiling takes about half as long again.
@@ -51,17 +66,25 @@ def strict(on: bool = True) -> Iterator[None]:
     ...     print(str(error)[:48])
     in_double: Gemm node 'node_Gemm_1': expected the
     """
-    block = [on]
+    block = _Block(on)
     _blocks.append(block)
     try:
         yield
     finally:
-        _blocks[:] = [other for other in _blocks if other is not block]
+        _blocks.remove(block)
 
 
 def is_strict() -> bool:
     """Return whether promises are checked."""
-    return bool(_blocks) and _blocks[-1][0]
+    return bool(_blocks) and _blocks[-1].checks
+
+
+def is_due(digest: str) -> bool:
+    """Return whether promises are checked and what is remembered by a digest has not been compared in this block."""
+    is_new = is_strict() and digest not in _blocks[-1].compared
+    if is_new:
+        _blocks[-1].compared.add(digest)
+    return is_new
 
 
 def run_strictly(step: Callable[[ir.Model], object], model: ir.Model) -> object:

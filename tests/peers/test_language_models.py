@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +96,23 @@ def executor_of(path: Path, loss: passes.Loss, rate: float) -> graphopt.Executor
     return graphopt.Executor(step, native=False)
 
 
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """Return a function that returns a new model by its name, and its file, which takes seconds to export."""
+
+    @functools.cache
+    def made(name: str) -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        attention = "eager" if name == "gemma2" else "sdpa"
+        model = transformers.AutoModelForCausalLM.from_config(DECODERS[name](), attn_implementation=attention).eval()
+        return model, exported(unequal(model), tmp_path_factory.mktemp("decoder") / "model.onnx")
+
+    return lambda name: (copy.deepcopy(made(name)[0]), made(name)[1])
+
+
 @pytest.mark.parametrize("name", DECODERS)
-def test_losses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        DECODERS[name](), attn_implementation="eager" if name == "gemma2" else "sdpa"
-    ).eval()
-    path = exported(unequal(model), tmp_path / "model.onnx")
+def test_losses_are_those_of_transformers(name: str, decoder: Any) -> None:
+    model, path = decoder(name)
     losses = [passes.CausalLanguageModel(labels=True, blocks=blocks) for blocks in (None, 2)]
     executors = [executor_of(path, loss, 0.02) for loss in losses]
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
@@ -174,10 +186,8 @@ SEGMENTS = np.array([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 0,
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
-def test_packed_rows_train_as_their_sequences(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(DECODERS[name](), attn_implementation="sdpa").eval()
-    path = exported(model, tmp_path / "model.onnx")
+def test_packed_rows_train_as_their_sequences(name: str, decoder: Any) -> None:
+    model, path = decoder(name)
     loss = passes.CausalLanguageModel(packed=True, blocks=2)
     executor = executor_of(path, loss, 0.1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -133,10 +133,13 @@ def trained_by(trainer: Any, config: Any, model: Any, rows: list[dict[str, Any]]
     )
 
 
-def save_logits(model: Any, tokens: Any, path: Path) -> None:
+@pytest.fixture(scope="module")
+def file(decoder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the decoder's file, before any training."""
+    path = tmp_path_factory.mktemp("decoder") / "model.onnx"
     torch.onnx.export(
-        Logits(model),
-        (tokens,),
+        Logits(decoder),
+        (torch.arange(24).reshape(4, 6),),
         path,
         dynamo=True,
         verbose=False,
@@ -149,6 +152,7 @@ def save_logits(model: Any, tokens: Any, path: Path) -> None:
             }
         },
     )
+    return path
 
 
 def steps_agree(loss: passes.Loss, feeds: Any, model: Any, expected_loss: Any, path: Path) -> None:
@@ -175,7 +179,7 @@ def steps_agree(loss: passes.Loss, feeds: Any, model: Any, expected_loss: Any, p
     ],
     ids=lambda options: options.get("loss_type", "sigmoid"),
 )
-def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_dpo_is_trls(decoder: Any, file: Path, options: dict[str, Any], tmp_path: Path) -> None:
     model = copy.deepcopy(decoder)
     kind = functools.partial(trl.DPOTrainer, ref_model=copy.deepcopy(model))
     trainer = trained_by(kind, trl.DPOConfig, model, EXAMPLES, tmp_path, **options)
@@ -191,13 +195,12 @@ def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
         both = [(x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (rows, feeds)]
         mine, theirs = ([tuple(t * m) for t, m in zip(*pair, strict=True)] for pair in both)
         assert sorted(mine) == sorted(theirs)
-    save_logits(model, batch["input_ids"], tmp_path / "model.onnx")
     steps_agree(
         passes.DPO(**options),
         feeds,
         model,
         lambda: trainer.compute_loss(model, dict(batch)),
-        tmp_path / "model.onnx",
+        file,
     )
 
 
@@ -206,7 +209,7 @@ def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
     [passes.ORPO(beta=0.3), passes.SimPO(beta=1.5, gamma=0.7, label_smoothing=0.1)],
     ids=lambda loss: type(loss).__name__,
 )
-def test_preferences_without_a_reference_are_trls(decoder: Any, loss: Any, tmp_path: Path) -> None:
+def test_preferences_without_a_reference_are_trls(decoder: Any, file: Path, loss: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(decoder)
     if isinstance(loss, passes.ORPO):
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -226,8 +229,7 @@ def test_preferences_without_a_reference_are_trls(decoder: Any, loss: Any, tmp_p
         ("completion_mask", (both["concatenated_labels"] != -100).long()),
     ):
         feeds[name], feeds[f"{name}_rejected"] = (part.numpy() for part in x.chunk(2))
-    save_logits(model, both["concatenated_input_ids"], tmp_path / "model.onnx")
-    steps_agree(loss, feeds, model, lambda: trainer.get_batch_loss_metrics(model, batch)[0], tmp_path / "model.onnx")
+    steps_agree(loss, feeds, model, lambda: trainer.get_batch_loss_metrics(model, batch)[0], file)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_preferences_without_a_reference_are_trls(decoder: Any, loss: Any, tmp_p
     ],
     ids=["kto", "weights", "apo"],
 )
-def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_kto_is_trls(decoder: Any, file: Path, options: dict[str, Any], tmp_path: Path) -> None:
     model = copy.deepcopy(decoder)
     rows = [
         {"prompt": x["prompt"], "completion": x["chosen" if label else "rejected"], "label": label}
@@ -256,8 +258,7 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
         for name in ("input_ids", "completion_mask"):
             x = batch[f"{prefix}{name}"].numpy()
             feeds[f"{name}{end}"] = np.pad(x, ((0, 0), (0, width - x.shape[1])))
-    save_logits(model, batch["input_ids"], tmp_path / "model.onnx")
-    steps_agree(loss, feeds, model, lambda: trainer.compute_loss(model, dict(batch)), tmp_path / "model.onnx")
+    steps_agree(loss, feeds, model, lambda: trainer.compute_loss(model, dict(batch)), file)
     word_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
     read = graphopt.data.text(save_lines(tmp_path / "rows.jsonl", rows), tokenizer=str(tmp_path)).arrays
@@ -279,7 +280,7 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
     ],
     ids=lambda options: options["loss_type"],
 )
-def test_grpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_grpo_is_trls(decoder: Any, file: Path, options: dict[str, Any], tmp_path: Path) -> None:
     model, rng = copy.deepcopy(decoder), np.random.default_rng(3)
     theirs = {"epsilon" if name == "epsilon_low" else name: x for name, x in options.items() if name != "beta"}
     theirs |= {"max_completion_length": 5, "num_generations": 4, "gradient_accumulation_steps": 1}
@@ -311,8 +312,7 @@ def test_grpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> 
     if "reference" in feeds:  # of the token after each
         feeds["reference"] = np.roll(feeds["reference"], -1, axis=1)
     loss = passes.GRPO(**options, max_completion_length=5, reference="inputs")
-    save_logits(model, inputs["prompt_ids"], tmp_path / "model.onnx")
-    steps_agree(loss, feeds, model, lambda: trainer._compute_loss(model, inputs), tmp_path / "model.onnx")
+    steps_agree(loss, feeds, model, lambda: trainer._compute_loss(model, inputs), file)
 
 
 def longest(completions: list[str], **_: Any) -> list[float | None]:

@@ -20,7 +20,7 @@ from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew, is_inferred
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.storage import Weights, identity_of, skeleton
-from graphopt.graph.strictness import check_remembered, is_strict
+from graphopt.graph.strictness import check_remembered, is_due
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.attention import attention_kernels
@@ -125,7 +125,7 @@ def lower_to_kernels(
     options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces)
     digest, weights = _digest_of(model, options)
     kept = _kept(digest, weights)
-    if kept is None or is_strict():
+    if kept is None or is_due(digest):
         lowered = _lower_as(digest, model, options)
         if kept is not None:
             _check_kept(kept, lowered)
@@ -155,7 +155,7 @@ def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | Non
     options = KernelOptions((), threads, False, pieces_for(precision))
     digest, weights = _digest_of(model, options)
     kept = _kept(digest, weights)
-    if kept is not None and is_strict():
+    if kept is not None and is_due(digest):
         _check_kept(kept, _lower_as(digest, model, options))
     return kept
 
