@@ -397,14 +397,15 @@ def write_table(path: Path, classes: bool) -> dict[str, np.ndarray]:
 
 
 def write_pictures(folder: Path) -> dict[str, np.ndarray]:
-    """Write pictures of three classes, and return them as torchvision standardizes them."""
+    """Write partly transparent pictures of three classes; return their colours as torchvision standardizes them."""
     generator, arrays, targets = np.random.default_rng(1), [], []
     for kind, label in enumerate(LABELS):
         (folder / label).mkdir(parents=True)
         for i in range(6):
             pixels = generator.integers(0, 150, (24, 24, 3))
             pixels[..., kind] += 100
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{i}.png")
+            alpha = generator.integers(0, 256, (24, 24, 1))
+            Image.fromarray(np.append(pixels, alpha, 2).astype(np.uint8)).save(folder / label / f"{i}.png")
             arrays.append((pixels / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225])
             targets.append(kind)
     return {"x": np.stack(arrays).transpose(0, 3, 1, 2).astype(np.float32), "target": np.array(targets)}

@@ -142,9 +142,11 @@ export async function features(data, shape, pixels, progress) {
 
 /** Return a picture as numbers: as large as it fits over the size, its middle, each channel less a mean by a scale. */
 async function picture(file, [width, height], channels, isFirst, [means, scales]) {
-  const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
-    throw new Error(`${file.name}: expected a picture that this browser reads`);
-  });
+  const bitmap = await (file.type === "image/jpeg" ? Promise.reject() : opaque(file))
+    .catch(() => createImageBitmap(file, { colorSpaceConversion: "none" }))
+    .catch(() => {
+      throw new Error(`${file.name}: expected a picture that this browser reads`);
+    });
   const larger = Math.max(width / bitmap.width, height / bitmap.height);
   const [w, h] = [bitmap.width * larger, bitmap.height * larger];
   const paper = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
@@ -162,6 +164,19 @@ async function picture(file, [width, height], channels, isFirst, [means, scales]
     }
   }
   return numbers;
+}
+
+/** Return a picture whose colours stay, however transparent: a canvas would forget them. */
+async function opaque(file) {
+  const decoder = new ImageDecoder({ data: file.stream(), type: file.type, colorSpaceConversion: "none", premultiplyAlpha: "none" });
+  const { image } = await decoder.decode();
+  const { displayWidth: width, displayHeight: height } = image;
+  const pixels = new Uint8ClampedArray(4 * width * height);
+  await image.copyTo(pixels, { format: "RGBA" });
+  image.close();
+  decoder.close();
+  for (let i = 3; i < pixels.length; i += 4) pixels[i] = 255;
+  return createImageBitmap(new ImageData(pixels, width, height), { colorSpaceConversion: "none" });
 }
 
 /** Return the files of a drop, also in folders, with their paths. */
