@@ -281,10 +281,14 @@ def test_runtimes_whose_plans_of_memory_overlap_make_none(tmp_path: Path) -> Non
     program = f"""
 import * as ort from "file://{TESTS}/node_modules/onnxruntime-node/dist/index.js";
 import {{ Trainer }} from "file://{PACKAGE}/index.js";
-const seen = [];
+const [seen, {{ Tensor, InferenceSession }}] = [[], ort.default];
+const create = (file, options) => {{
+  seen.push(options.enableMemPattern ?? null);
+  return InferenceSession.create(file, options);
+}};
 for (const common of ["1.18.1", "1.19.0", undefined]) {{
-  const create = (file, options) => (seen.push(options.enableMemPattern ?? null), ort.default.InferenceSession.create(file, options));
-  await Trainer.create({{ Tensor: ort.default.Tensor, env: {{ versions: {{ common }} }}, InferenceSession: {{ create }} }}, "{tmp_path}/host");
+  const env = {{ versions: {{ common }} }};
+  await Trainer.create({{ Tensor, env, InferenceSession: {{ create }} }}, "{tmp_path}/host");
 }}
 console.log(JSON.stringify(seen));"""
     (tmp_path / "program.mjs").write_text(program)

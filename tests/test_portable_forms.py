@@ -313,7 +313,8 @@ def test_instances_far_from_0_are_normalized(mean):
     x = (np.random.default_rng(5).standard_normal((2, 2, 2, 3)) + mean).astype(np.float32)
     given = ir.from_proto(
         model(
-            "g (float[N,2,2,3] x) => (float[N,2,2,3] y) { s = Constant<value_floats=[1.,2.]>() y = InstanceNormalization(x, s, s) }"
+            """g (float[N,2,2,3] x) => (float[N,2,2,3] y) {
+                s = Constant<value_floats=[1.,2.]>() y = InstanceNormalization(x, s, s) }"""
         )
     )
     infer(given)

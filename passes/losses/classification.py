@@ -524,8 +524,9 @@ def activation_behind(x: ir.Value | None) -> str | None:
 def _is_rest(x: ir.Value | None, of: ir.Value | None = None) -> bool:
     """Return whether a value is 1 - p, of a given p or of any."""
     node = None if x is None else x.producer()
-    is_rest = node is not None and node.op_type == "Sub" and constant_number(node.inputs[0]) == 1
-    return is_rest and (of is None or node.inputs[1] is of)
+    if node is None or node.op_type != "Sub" or constant_number(node.inputs[0]) != 1:
+        return False
+    return of is None or node.inputs[1] is of
 
 
 def _is_sum(total: ir.Value | None, x: ir.Value | None) -> bool:
