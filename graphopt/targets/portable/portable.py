@@ -57,7 +57,7 @@ FORMS: dict[str, Mapping[str, Form]] = {
 
 # Numbers of an array up to which new state that elementwise operators compute alike is computed as one vector, where
 # each kernel has a cost of its own; to join larger ones takes longer than it saves.
-MOST_JOINED = {"cuda": 2**18, "webgpu": 2**18}
+MOST_JOINED = {"cuda": 2**18, "webgpu": 2**12}
 
 
 @dataclass(frozen=True)
