@@ -17,7 +17,7 @@ from graphopt.graph.values import constant_of, is_number, is_static, like
 
 _HALVES: tuple[ir.DataType | None, ...] = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _SHORT = 4096  # numbers in a vector
-_LONGEST = 2**24  # numbers of a vector of arrays of any size: a WebGPU device has buffers of 128 MB at least
+_LONGEST = 2**24  # numbers of a vector of arrays of any size, of which a step holds several
 _LEAST = 3  # operators that pay for a Concat and a Split
 
 

@@ -103,7 +103,7 @@ _LEFT_OUT = {
         "pool_channels_as_batch",
         "join_small_vectors",  # its own form joins more
     ),
-    "webgpu": ("pool_channels_as_batch", "join_small_vectors"),
+    "webgpu": ("pool_channels_as_batch",),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import onnx_ir as ir
@@ -10,35 +11,15 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_number, dims_of, rank
 from graphopt.targets.portable.form import Form, given
 
-_MOST_PARTS = 7  # that a Split writes
 
-
-def _in_few_parts(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Cut a value into a few parts, and these again. A kernel may read and write 8 buffers at least, often 10."""
+def _slices(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a Split of many outputs as Slices. A kernel may read and write 8 buffers at least, often 10."""
     axis = node.attributes.get_int("axis", 0)
     sizes = [size for y in node.outputs if isinstance(size := dims_of(y)[axis], int)]
-    if len(node.outputs) <= _MOST_PARTS or len(sizes) < len(node.outputs):
+    if len(node.outputs) < 8 or len(sizes) < len(node.outputs):
         return None
-    groups = [sizes[i : i + _MOST_PARTS] for i in range(0, len(sizes), _MOST_PARTS)]
-    whole: ir.Value = node.inputs[0]  # type: ignore[assignment]
-    return [
-        part
-        for own, group in zip(_cut(op, whole, list(map(sum, groups)), axis), groups, strict=True)
-        for part in _cut(op, own, group, axis)
-    ]
-
-
-def _cut(op: Emitter, x: ir.Value, sizes: list[int], axis: int) -> Sequence[ir.Value]:
-    """Return parts of a value of these sizes, whose shapes are known."""
-    if len(sizes) == 1:
-        return [x]
-    parts: Sequence[ir.Value] = op.Split(x, op.constant(sizes), axis=axis, _outputs=len(sizes))
-    for part, size in zip(parts, sizes, strict=True):
-        if x.shape is not None:
-            dims = list(x.shape)
-            dims[axis] = size
-            part.shape = ir.Shape(dims)
-    return parts
+    places = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [op.Slice(node.inputs[0], [start], [end], [axis]) for start, end in places]
 
 
 def _space_to_depth(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -88,6 +69,6 @@ def _one_hot(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 FORMS: dict[str, Form] = {
     "OneHot": _one_hot,
     "SpaceToDepth": _space_to_depth,
-    "Split": _in_few_parts,
+    "Split": _slices,
     "Trilu": _triangle,
 }
