@@ -541,24 +541,6 @@ def test_what_is_computed_from_each_other_is_not_joined(text, target):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("longest", [2**24, 300])
-def test_arrays_of_any_size_are_updated_as_one(longest, monkeypatch):
-    """A vector that is longer than a buffer may be takes the smallest arrays alone."""
-    monkeypatch.setattr("graphopt.targets.joining._LONGEST", longest)
-    monkeypatch.setattr("graphopt.targets.target.read_model", lambda *_: None)
-    step = graphopt.compile(
-        models.mlp((6,), 3, hidden=[9] * 12), loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.01)
-    )
-    lowered = graphopt.lower(step, "cuda")
-    whole = 26 - sum(size <= longest for size in np.cumsum([3, *[9] * 12, 27, 54, *[81] * 11]))
-    assert _operators(step).count("Sqrt") - _operators(lowered).count("Sqrt") == 26 - whole - 1
-    executors = [graphopt.Executor(form, target="plain") for form in (step, lowered)]
-    for batch in batches((20, 6), 3, 3):
-        losses = [executor.step(batch)["loss"] for executor in executors]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert_close(executors[1].state, executors[0].state, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("target", ["onnxruntime", "cuda", "portable"])
 def test_a_fusion_that_fails_is_left_out(target, monkeypatch):
     def fail(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from graphopt.graph.values import constant_of, is_number, is_static, like
 
 _HALVES: tuple[ir.DataType | None, ...] = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _SHORT = 4096  # numbers in a vector
-_LONGEST = 2**24  # numbers of a vector of arrays of any size, of which a step holds several
 _LEAST = 3  # operators that pay for a Concat and a Split
 
 
@@ -66,7 +64,7 @@ def join_small_vectors(model: ir.Model) -> bool:
 
 
 def join_arrays_by_size(model: ir.Model, most: int) -> bool:
-    """Compute results that elementwise operators compute alike as parts of one vector, the smallest first, if they fit.
+    """Compute results that elementwise operators compute alike as parts of one vector, the smallest first.
 
     Args:
         most: the numbers of an array up to which it is joined.
@@ -76,9 +74,7 @@ def join_arrays_by_size(model: ir.Model, most: int) -> bool:
         return len(shape) > 0 and math.prod(shape) <= most
 
     def in_order(group: _Group) -> _Group:
-        smallest = sorted(group, key=lambda part: _size(part[0]))
-        ends = itertools.accumulate(_size(y) for y, _ in smallest)
-        return [part for part, end in zip(smallest, ends, strict=True) if end <= _LONGEST]
+        return sorted(group, key=lambda part: _size(part[0]))
 
     joined = [_join_in(model, graph, map(in_order, _alike(graph, fits, 1))) for graph in list(model.graphs())]
     return any(joined)

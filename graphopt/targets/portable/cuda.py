@@ -18,11 +18,13 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, dims_of, rank
 from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.bfloat16 import in_float32, is_of_bfloat16
+from graphopt.targets.joining import join_arrays_by_size
 from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
 from graphopt.targets.portable.form import Form, given, known_sizes
 
 # Addresses that a kernel takes. More are copied to the device in each step, which a captured graph does not repeat.
 _MOST_ADDRESSES = 32
+_MOST_JOINED = 2**18  # numbers of an array: to join larger ones takes longer than it saves
 _MOST_UNFOLDED = 2**22  # numbers of a row of the batch that are unfolded at once
 
 
@@ -195,6 +197,11 @@ def _positions(sizes: Sequence[int], steps: Sequence[int], image: Sequence[int])
     """Return the flat positions in an image of a grid with steps along its axes."""
     grid = np.indices(sizes).reshape(len(sizes), -1) * np.array(steps)[:, None]
     return np.ravel_multi_index(tuple(grid), tuple(image)).astype(np.int64)
+
+
+def join_small_arrays(model: ir.Model) -> bool:
+    """Compute new state that elementwise operators compute alike as one vector: each kernel takes a microsecond."""
+    return join_arrays_by_size(model, _MOST_JOINED)
 
 
 _WITHOUT_BFLOAT16 = (

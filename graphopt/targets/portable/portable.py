@@ -6,7 +6,7 @@ A form is a traced function of a node. It returns the outputs of the form, or No
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -18,8 +18,7 @@ from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like, name_of, swap
-from graphopt.targets.joining import join_arrays_by_size
-from graphopt.targets.portable.cuda import CUDA
+from graphopt.targets.portable.cuda import CUDA, join_small_arrays
 from graphopt.targets.portable.everywhere import (
     ALONG_NO_AXIS,
     average_of_whole_windows,
@@ -55,10 +54,8 @@ FORMS: dict[str, Mapping[str, Form]] = {
     "webgpu": WEBGPU,
 }
 
-# Numbers of an array up to which new state that elementwise operators compute alike is computed as one vector, where
-# each kernel has a cost of its own; to join larger ones takes longer than it saves. Not on WebGPU: a captured graph
-# computed other numbers, and on SwiftShader a Concat takes as long as the updates.
-MOST_JOINED = {"cuda": 2**18}
+# Rewritings of whole graphs before the forms, which make a runtime faster.
+REWRITINGS: dict[str, Callable[[ir.Model], bool]] = {"cuda": join_small_arrays}
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,9 @@ class Portable(Pass):
     def rewrite(self, model: ir.Model) -> None:
         forms = {**ALWAYS, **(ANY_VERSION if self.target is None else FORMS[self.target])}
         changed = False
-        if self.target in MOST_JOINED:
+        if self.target in REWRITINGS:
             with interface_kept(model):
-                changed = join_arrays_by_size(model, MOST_JOINED[self.target])
+                changed = REWRITINGS[self.target](model)
         with Emitter(model) as op:
             changed |= _rewrite(op, model.graph, forms)
         if changed:
