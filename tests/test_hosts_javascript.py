@@ -275,6 +275,27 @@ def test_every_mistake_is_told_in_one_line(errors: Mapping[str, str]) -> None:
     assert len(found.splitlines()) == len(errors)
 
 
+def test_runtimes_whose_plans_of_memory_overlap_make_none(tmp_path: Path) -> None:
+    """Those before 1.19: "sharpness of batches" of capabilities.py differed by 6e-4 at the fourth step on 1.18."""
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    program = f"""
+import * as ort from "file://{TESTS}/node_modules/onnxruntime-node/dist/index.js";
+import {{ Trainer }} from "file://{PACKAGE}/index.js";
+const [seen, {{ Tensor, InferenceSession }}] = [[], ort.default];
+const create = (file, options) => {{
+  seen.push(options.enableMemPattern ?? null);
+  return InferenceSession.create(file, options);
+}};
+for (const common of ["1.18.1", "1.19.0", undefined]) {{
+  const env = {{ versions: {{ common }} }};
+  await Trainer.create({{ Tensor, env, InferenceSession: {{ create }} }}, "{tmp_path}/host");
+}}
+console.log(JSON.stringify(seen));"""
+    (tmp_path / "program.mjs").write_text(program)
+    done = subprocess.run(["node", tmp_path / "program.mjs"], capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout or "null") == [False, None, None], done.stderr
+
+
 def test_its_types_are_what_a_program_needs() -> None:
     compiler = TESTS / "node_modules" / ".bin" / "tsc"
     if not compiler.exists():

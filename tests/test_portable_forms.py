@@ -307,6 +307,25 @@ CASES |= {
 CASES = {name: (target, text, fed(text, *given)) for name, (target, text, *given) in CASES.items()}
 
 
+@pytest.mark.parametrize("mean", [300, 5000])
+def test_instances_far_from_0_are_normalized(mean):
+    """The kernel rounds the mean: it was off by 3e-3 at 5,000."""
+    x = (np.random.default_rng(5).standard_normal((2, 2, 2, 3)) + mean).astype(np.float32)
+    given = ir.from_proto(
+        model(
+            """g (float[N,2,2,3] x) => (float[N,2,2,3] y) {
+                s = Constant<value_floats=[1.,2.]>() y = InstanceNormalization(x, s, s) }"""
+        )
+    )
+    infer(given)
+    passes.Portable()(given)
+    wide = x.astype(np.float64)
+    centered = wide - wide.mean((2, 3), keepdims=True)
+    scale = np.array([1, 2])[:, None, None]
+    expected = centered / np.sqrt((centered**2).mean((2, 3), keepdims=True) + 1e-5) * scale + scale
+    np.testing.assert_allclose(graphopt.run(ir.to_proto(given), {"x": x})["y"], expected, atol=2e-6)
+
+
 def operators(graph):
     return [(node.op_type, len(node.inputs), str(node.attributes)) for node in graph.graph.all_nodes()]
 

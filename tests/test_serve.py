@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import http.client
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,27 @@ def test_probabilities_are_not_taken_for_logits(behind: tuple[str, ...]) -> None
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
 
 
+def test_probabilities_beside_their_rests_are_those_of_two_classes() -> None:
+    """scikit-learn's converter writes so what a network computes of two classes from one logit."""
+    sklearn, skl2onnx = pytest.importorskip("sklearn.neural_network"), pytest.importorskip("skl2onnx")
+    random = np.random.default_rng(0)
+    x, target = random.standard_normal((40, 4)).astype(np.float32), random.integers(0, 2, 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not converged
+        fitted = sklearn.MLPClassifier((8,), max_iter=5, random_state=0).fit(x, target)
+    model = skl2onnx.to_onnx(fitted, x[:1], options={"zipmap": False}, target_opset=17).SerializeToString()
+    files = compile_for_page(model, Choice(outputs=2))
+    session = onnxruntime.InferenceSession(files["evaluate.onnx"], providers=["CPUExecutionProvider"])
+    (name,) = (
+        each.name
+        for each in session.get_inputs()
+        if each.type == "tensor(float)" and len(each.shape) == 2 and each.shape[1:] == [4]
+    )
+    feeds = {name: x, "target": target, **safetensors.numpy.load(files["state.safetensors"])}
+    found = session.run(["loss"], {each.name: feeds[each.name] for each in session.get_inputs()})[0]
+    assert abs(found - -np.log(fitted.predict_proba(x)[np.arange(40), target]).mean()) < 1e-6
+
+
 @pytest.fixture(name="server")
 def _server() -> Iterator[PageServer]:
     with PageServer(RUNTIME) as server:
@@ -266,6 +289,21 @@ def test_the_server_answers_its_page_alone(server: PageServer) -> None:
     assert post()[0] == 200  # it goes on
 
 
+@needs_runtime
+def test_silent_strangers_do_not_keep_the_page_away(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users of the machine reach its address, too."""
+    monkeypatch.setattr("graphopt.hosts.server.MOST_CONNECTIONS", 4)
+    with begun(server, MODEL, more=50) as ours, contextlib.ExitStack() as stack:
+        others = [socket.create_connection(("127.0.0.1", server.server_port), timeout=20) for _ in range(12)]
+        for other in map(stack.enter_context, others):
+            other.sendall(b"GET /")
+        assert [other.recv(1) for other in others[:8]] == [b""] * 8
+        assert answer(server, "GET", "/", {"Host": f"127.0.0.1:{server.server_port}"})[0] == 200
+        assert len(server.strangers) <= 4
+        ours.sendall(bytes(50))
+        assert ours.makefile("rb").read().startswith(b"HTTP/1.1 ")
+
+
 def begun(server: PageServer, model: bytes, more: int = 0) -> socket.socket:
     """Return a connection on which a page has sent a model, of which it said that it has `more` bytes."""
     host = f"127.0.0.1:{server.server_port}"
@@ -319,7 +357,13 @@ def test_the_command_tells_what_it_needs(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve"]) == 1
     assert "npm install onnxruntime-web" in capsys.readouterr().err
-    (tmp_path / "node_modules" / "onnxruntime-web" / "dist").mkdir(parents=True)
+    package = tmp_path / "node_modules" / "onnxruntime-web"
+    (package / "dist").mkdir(parents=True)
+    for found, told in (({}, "no version"), ({"version": "1.29.0"}, "1.29.0"), ({"version": "x"}, "x")):
+        (package / "package.json").write_text(json.dumps(found))
+        assert cli.main(["serve"]) == 1
+        assert f"expected onnxruntime-web 1.30 or later, found {told}: npm install" in capsys.readouterr().err
+    (package / "package.json").write_text('{"version": "1.31.0-dev.1"}')
     assert cli.main(["serve"]) == 1
     assert "ort.webgpu.min.mjs: expected a file of the page, found none" in capsys.readouterr().err
     assert cli.main(["serve", "port=80"]) == 1
@@ -353,14 +397,15 @@ def write_table(path: Path, classes: bool) -> dict[str, np.ndarray]:
 
 
 def write_pictures(folder: Path) -> dict[str, np.ndarray]:
-    """Write pictures of three classes, and return them as torchvision standardizes them."""
+    """Write partly transparent pictures of three classes; return their colours as torchvision standardizes them."""
     generator, arrays, targets = np.random.default_rng(1), [], []
     for kind, label in enumerate(LABELS):
         (folder / label).mkdir(parents=True)
         for i in range(6):
             pixels = generator.integers(0, 150, (24, 24, 3))
             pixels[..., kind] += 100
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{i}.png")
+            alpha = generator.integers(0, 256, (24, 24, 1))
+            Image.fromarray(np.append(pixels, alpha, 2).astype(np.uint8)).save(folder / label / f"{i}.png")
             arrays.append((pixels / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225])
             targets.append(kind)
     return {"x": np.stack(arrays).transpose(0, 3, 1, 2).astype(np.float32), "target": np.array(targets)}

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -33,11 +34,13 @@ from graphopt.hosts.for_page import REFUSED, Choice
 
 MOST_BYTES, MOST_CHOICE = 2**29, 2**12  # of a model, and of what a visitor chose
 SECONDS = 60  # that a request may be silent
+MOST_CONNECTIONS = 64  # that have not shown the token
 COMPILE_SECONDS = 300
 MEGABYTES, MEGABYTES_PER_MEGABYTE = 4096, 16  # of memory for a compilation, and more by the size of the model
 ADDRESS = "127.0.0.1"
 COMPILE = "/compile"
 CHOICE = "graphopt-choice"  # a header, in JSON
+VERSION = (1, 30)  # of onnxruntime-web, or a later minor one
 RUNTIME = ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs", "ort-wasm-simd-threaded.asyncify.wasm")
 _HERE = Path(__file__).parent
 _PART = 2**20  # bytes of a body that are read at once
@@ -67,13 +70,23 @@ def page_files(runtime: Path) -> dict[str, Path]:
         runtime: the folder `dist` of the package onnxruntime-web.
 
     Raises:
-        GraphoptError: a file is missing.
+        GraphoptError: a file is missing, or the package is another version.
     """
+    wanted, described = ".".join(map(str, VERSION)), runtime.parent / "package.json"
+    found = json_of(described.read_text(), str(described)).get("version") if described.is_file() else None
+    major, minor, *_ = [int(part) for part in re.findall(r"\d+", str(found))] + [0, 0]
+    if major != VERSION[0] or minor < VERSION[1]:
+        raise GraphoptError(
+            f"{described}: expected onnxruntime-web {wanted} or later, found {found or 'no version'}: "
+            f"npm install onnxruntime-web@{wanted}"
+        )
     files = {f"/{path.name}": path for folder in ("javascript", "web") for path in (_HERE / folder).glob("*.*")}
     files |= {f"/onnxruntime/{name}": runtime / name for name in RUNTIME}
     for path in files.values():
         if not path.is_file():
-            raise GraphoptError(f"{path}: expected a file of the page, found none: npm install onnxruntime-web@1.30")
+            raise GraphoptError(
+                f"{path}: expected a file of the page, found none: npm install onnxruntime-web@{wanted}"
+            )
     return {path: file for path, file in files.items() if file.suffix in _TYPES} | {"/": _HERE / "web" / "index.html"}
 
 
@@ -84,7 +97,7 @@ class PageServer(ThreadingHTTPServer):
         runtime: as `page_files` takes it.
 
     Raises:
-        GraphoptError: a file of the page is missing.
+        GraphoptError: as `page_files`.
     """
 
     daemon_threads = True
@@ -92,9 +105,23 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, runtime: Path) -> None:
         self.files = page_files(runtime)
         self.token = secrets.token_urlsafe(24)
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not shown the token, the oldest first
         self.one_at_a_time = threading.Lock()
         self.compiling: subprocess.Popen[bytes] | None = None
         super().__init__((ADDRESS, 0), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, and end the oldest of strangers that are too many: other users may open any number."""
+        self.strangers[request] = None
+        for oldest in [*self.strangers][:-MOST_CONNECTIONS]:
+            self.strangers.pop(oldest, None)
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.strangers.pop(request, None)
+        super().shutdown_request(request)
 
     def server_close(self) -> None:
         super().server_close()
@@ -145,6 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             size, choice = self._asked()
+            self.server.strangers.pop(self.connection, None)
             with self.server.one_at_a_time, TemporaryFile() as model, TemporaryFile() as answer:
                 self._take(size, model)
                 self._compile(size, choice, model, answer)

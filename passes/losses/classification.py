@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -507,14 +508,25 @@ def _logits(prediction: ir.Value, activation: str, from_logits: bool, axis: int 
 
 def activation_behind(x: ir.Value | None) -> str | None:
     """Return what makes probabilities of which a value consists, or None; scikit-learn puts 1 - p beside p."""
+    beside = ""
     while x is not None and (node := x.producer()) is not None and node.domain == "":
         if node.op_type in ("Sigmoid", "Softmax"):
-            return node.op_type
+            return node.op_type + beside
         if node.op_type == "Div" and _is_sum(node.inputs[1], node.inputs[0]):
             return "a division by its own sum"
-        is_share = node.op_type == "Concat" or (node.op_type == "Sub" and constant_number(node.inputs[0]) == 1)
+        if node.op_type == "Concat" and any(_is_rest(*pair) for pair in itertools.permutations(node.inputs, 2)):
+            beside = " with 1 - p beside p"
+        is_share = node.op_type == "Concat" or _is_rest(x)
         x = node.inputs[-1] if is_share else node.inputs[0] if node.op_type in _KEEPING else None
     return None
+
+
+def _is_rest(x: ir.Value | None, of: ir.Value | None = None) -> bool:
+    """Return whether a value is 1 - p, of a given p or of any."""
+    node = None if x is None else x.producer()
+    if node is None or node.op_type != "Sub" or constant_number(node.inputs[0]) != 1:
+        return False
+    return of is None or node.inputs[1] is of
 
 
 def _is_sum(total: ir.Value | None, x: ir.Value | None) -> bool:

@@ -25,7 +25,11 @@ HOSTS = Path(graphopt.__file__).parent / "hosts"
 TESTS = HERE.parent / "javascript" / "test"
 RUNTIME = TESTS / "node_modules" / "onnxruntime-web" / "dist"
 HELD_OUT = 297  # of the 1797 digits, to measure accuracy on
-PAGE = (HERE / "index.html", HERE / "page.js", HOSTS / "web" / "page.css", HOSTS / "web" / "curve.js")
+PAGE = (
+    HERE / "index.html",
+    HERE / "page.js",
+    *(HOSTS / "web" / name for name in ("page.css", "controls.js", "curve.js")),
+)
 
 
 def main(site: Path = HERE / "site") -> None:

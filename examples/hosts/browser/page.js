@@ -1,6 +1,7 @@
 /** Train a classifier of digits in the browser, show how it goes, and learn the digits that the user draws. */
 
 import * as ort from "./onnxruntime/ort.webgpu.min.mjs";
+import { at, attempt, fail, give, say } from "./controls.js";
 import { draw, path, smooth } from "./curve.js";
 import { Trainer, loadFromIndexedDB, saveToIndexedDB } from "./index.js";
 
@@ -15,7 +16,6 @@ const [ORANGE, BLUE] = [
   [60, 140, 255],
 ];
 
-const at = (id) => document.getElementById(id);
 const history = { losses: [], accuracies: [] };
 const drawn = []; // the user's digits: { image, label }
 const pictures = []; // files of the user, of which the first is on the pad
@@ -142,13 +142,7 @@ function setRate() {
 
 async function download() {
   const files = await trainer.trained();
-  for (const [name, bytes] of Object.entries(files)) {
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([bytes]));
-    link.download = name;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-  }
+  give(files);
   say(`Downloaded ${Object.keys(files).join(", ")}. Keep them in one folder.`);
 }
 
@@ -398,12 +392,7 @@ function showMine() {
 /** Do one thing at a time, and say what went wrong. */
 async function act(what) {
   enable(false);
-  try {
-    await what();
-  } catch (error) {
-    at("status").className = "error";
-    at("status").textContent = error.message;
-  }
+  await attempt(what);
   training = false;
   at("train").textContent = "Train";
   enable(true);
@@ -414,12 +403,4 @@ function enable(on) {
   for (const button of at("answers").children) button.disabled = !on;
 }
 
-function say(what) {
-  at("status").className = "";
-  at("status").textContent = what;
-}
-
-main().catch((error) => {
-  at("status").className = "error";
-  at("status").textContent = error.message;
-});
+main().catch(fail);

@@ -20,7 +20,10 @@ HOSTS = Path(graphopt.__file__).parent / "hosts"
 MODULES = HERE.parent / "javascript" / "test" / "node_modules"
 RUNTIME = MODULES / "onnxruntime-web" / "dist"
 TOKENIZER = MODULES / "@huggingface" / "tokenizers" / "dist" / "tokenizers.min.mjs"
-PAGE = (HERE / "index.html", HERE / "page.js", HERE / "language.css", HOSTS / "web" / "page.css")
+PAGE = (
+    *(HERE / name for name in ("index.html", "page.js", "language.css")),
+    *(HOSTS / "web" / name for name in ("page.css", "controls.js")),
+)
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 

@@ -1,6 +1,7 @@
 /** Train a LoRA adapter of a decoder in 4 bits on the lines of the user, and give it as files. */
 
 import * as ort from "./onnxruntime/ort.webgpu.min.mjs";
+import { at, attempt, fail, give, say } from "./controls.js";
 import { Trainer } from "./index.js";
 import { Tokenizer } from "./tokenizers.min.mjs";
 
@@ -10,7 +11,6 @@ const LONGEST = 128; // tokens of a line
 const WRITTEN = 24; // the most tokens of an answer
 const IGNORED = -100; // the label of a token that does not count
 
-const at = (id) => document.getElementById(id);
 const read = async (name) => (await fetch(new URL(name, import.meta.url))).arrayBuffer();
 const json = async (name) => JSON.parse(new TextDecoder().decode(await read(name)));
 const losses = [];
@@ -138,13 +138,7 @@ function setRate() {
 
 async function download(form, advice) {
   const files = await trainer.adapter(form);
-  for (const [name, bytes] of Object.entries(files)) {
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([bytes]));
-    link.download = name;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-  }
+  give(files);
   say(`Downloaded ${Object.keys(files).join(" and ")}. ${advice}`);
 }
 
@@ -187,11 +181,7 @@ function drawCurve() {
 /** Do one thing at a time, and say what went wrong. */
 async function act(what) {
   enable(false);
-  try {
-    await what();
-  } catch (error) {
-    fail(error);
-  }
+  await attempt(what);
   training = false;
   at("train").textContent = "Learn";
   enable(true);
@@ -199,16 +189,6 @@ async function act(what) {
 
 function enable(on) {
   for (const id of ["train", "reset", "continue", "download", "peft"]) at(id).disabled = !on;
-}
-
-function say(what) {
-  at("status").className = "";
-  at("status").textContent = what;
-}
-
-function fail(error) {
-  at("status").className = "error";
-  at("status").textContent = error.message;
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCurve);

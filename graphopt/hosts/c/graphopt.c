@@ -135,19 +135,25 @@ static int place(const char *file, size_t size, const Input *x, size_t *offset, 
     return 1;
 }
 
+#define PLANNED 19  /* from this minor version on, the memory that ONNX Runtime plans from a first run does not overlap */
+
+static int minor(void) {
+    return atoi(OrtGetApiBase()->GetVersionString() + 2);
+}
+
 /* Opens a file, or the content of one if it is given, whose weights may lie in the folder. */
 static GraphoptCode open_graph(OrtEnv *env, const char *folder, const char *name, const char *content, size_t size, Graph *g) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     g->file = name;
-    if (content) {
-        OrtSessionOptions *options;
-        RUN(ort->CreateSessionOptions(&options));
-        GraphoptCode code = checked(ort->AddSessionConfigEntry(options, "session.model_external_initializers_file_folder_path", folder));
-        if (!code) code = checked(ort->CreateSessionFromArray(env, content, size, options, &g->session));
-        ort->ReleaseSessionOptions(options);
-        TRY(code);
-    } else RUN(ort->CreateSession(env, path, NULL, &g->session));
+    OrtSessionOptions *options;
+    RUN(ort->CreateSessionOptions(&options));
+    GraphoptCode code = minor() < PLANNED ? checked(ort->DisableMemPattern(options)) : GRAPHOPT_OK;
+    if (!code && content) code = checked(ort->AddSessionConfigEntry(options, "session.model_external_initializers_file_folder_path", folder));
+    if (!code)
+        code = checked(content ? ort->CreateSessionFromArray(env, content, size, options, &g->session) : ort->CreateSession(env, path, options, &g->session));
+    ort->ReleaseSessionOptions(options);
+    TRY(code);
     RUN(ort->SessionGetInputCount(g->session, &g->inputs));
     RUN(ort->SessionGetOutputCount(g->session, &g->outputs));
     g->input = calloc(g->inputs + 1, sizeof(char *)), g->output = calloc(g->outputs + 1, sizeof(char *));
@@ -608,7 +614,7 @@ static uint64_t hash(uint64_t key, const char *data, size_t size) {  // FNV-1a o
 /* Returns what ONNX Runtime says of its build; NULL before 1.15. */
 static const char *build(void) {
 #if ORT_API_VERSION == 1 || ORT_API_VERSION >= 15  // 1 is that of abi/
-    if (atoi(OrtGetApiBase()->GetVersionString() + 2) >= 15) return ort->GetBuildInfoString();
+    if (minor() >= 15) return ort->GetBuildInfoString();
 #endif
     return NULL;
 }
@@ -894,7 +900,7 @@ static GraphoptCode open_trainer(GraphoptTrainer *t, const char *folder) {
     if (!strstr(t->host, "\"format\": \"graphopt.host\"") || !strstr(t->host, "\"version\": 1,"))
         return fail(GRAPHOPT_FILE, "%s/host.json: expected graphopt.host version 1, found another: write it with export_hosts", folder);
     const char *first = strstr(t->host, "\"onnxruntime\": \"1."), *version = OrtGetApiBase()->GetVersionString();
-    if (first && !strncmp(version, "1.", 2) && atoi(version + 2) < atoi(first + 18))
+    if (first && !strncmp(version, "1.", 2) && minor() < atoi(first + 18))
         return fail(GRAPHOPT_RUNTIME, "ONNX Runtime: expected 1.%d or later, whose kernels are right, found %s", atoi(first + 18), version);
     const char *type = field(t->host, "reports", "loss", "type");
     if (!type || strncmp(type, "\"float32\"", 9))

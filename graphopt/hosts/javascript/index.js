@@ -38,7 +38,6 @@ export class Trainer {
     trainer.#read = reader(files);
     trainer.host = contractOf(await trainer.#read("host.json"));
     const [first, version] = [trainer.host.runtime?.onnxruntime, trainer.#ort.env?.versions?.common];
-    const minor = (text) => Number(/^1\.(\d+)/.exec(text)?.[1]); // NaN, which is not less, of anything else
     if (minor(version) < minor(first))
       throw new GraphoptError(`ort: expected ONNX Runtime ${first} or later, whose kernels are right, found ${version}`);
     for (const [name, [fits, expected]] of Object.entries(OPTIONS)) {
@@ -85,8 +84,7 @@ export class Trainer {
   }
 
   set(values) {
-    const known = this.host.hyperparameters.map(({ name }) => name);
-    const tensors = this.#checked(byNames("hyperparameters", values, known));
+    const tensors = this.#checked(byNames("hyperparameters", values, Object.keys(byName(this.host.hyperparameters))));
     this.#turn(async () => Object.assign(this.#held, tensors)).catch(() => {});
   }
 
@@ -204,7 +202,8 @@ export class Trainer {
   }
 
   async #sessionOptions(executionProviders) {
-    const options = { ...this.#options, ...(executionProviders && { executionProviders }) };
+    const planless = minor(this.#ort.env?.versions?.common) < 19 && { enableMemPattern: false }; // its plans overlap
+    const options = { ...this.#options, ...planless, ...(executionProviders && { executionProviders }) };
     const path = this.host.files.weights;
     if (path) options.externalData = [{ path, data: await (this.#weights ??= this.#read(path)) }];
     return options;
@@ -413,6 +412,7 @@ export class Trainer {
 
 const STORED = { float32: "F32", float64: "F64", float16: "F16", int64: "I64", int32: "I32", int16: "I16", int8: "I8" };
 Object.assign(STORED, { uint8: "U8", uint16: "U16", uint32: "U32", uint64: "U64", bool: "BOOL", bfloat16: "BF16" });
+const minor = (version) => Number(/^1\.(\d+)/.exec(version)?.[1]); // NaN, which is not less, of anything else
 const nameOf = (providers) => providers?.[0]?.name ?? providers?.[0];
 const isOnDevice = (providers) => nameOf(providers) === "webgpu";
 const isWhole = (x) => Number.isInteger(x) && x > 0;

@@ -2,6 +2,7 @@
 
 import * as ort from "./onnxruntime/ort.webgpu.min.mjs";
 import { compile } from "./compile.js";
+import { at, attempt, fail, give, say } from "./controls.js";
 import { draw, round, smooth } from "./curve.js";
 import { Trainer } from "./index.js";
 import { inOneFile, withLabels } from "./onnx_file.js";
@@ -14,7 +15,6 @@ const SHOWN = 100; // milliseconds between two pictures of the curve
 const MOST_THREADS = 4;
 const MOST_BYTES = 2 ** 29; // of a model, as the server takes it
 
-const at = (id) => document.getElementById(id);
 export const history = { losses: [], measured: [] };
 let model; // { name, bytes }
 let brought; // rows, as rows.js has them
@@ -277,12 +277,8 @@ async function download() {
   if (!trainer) return say("Train first.");
   const files = await trainer.trained();
   const name = model.name.replace(/\.onnx$/, ".trained.onnx");
-  const link = document.createElement("a");
   const trained = inOneFile(files[trainer.host.files.inference], files);
-  link.href = URL.createObjectURL(new Blob([rows.labels ? withLabels(trained, rows.labels) : trained]));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  give({ [name]: rows.labels ? withLabels(trained, rows.labels) : trained });
   say(`Downloaded ${name}: ${rows.labels ? `its outputs are ${rows.labels.slice(0, 8).join(", ")}${rows.labels.length > 8 ? ", …" : ""}` : "any ONNX Runtime runs it"}.`);
 }
 
@@ -329,12 +325,7 @@ const told = (bytes) => (bytes < 2 ** 20 ? `${(bytes / 2 ** 10).toFixed(1)} kB` 
 /** Do one thing at a time, and say what went wrong. */
 async function act(what) {
   enable(false);
-  try {
-    await what();
-  } catch (error) {
-    say(error.name === "AbortError" ? "Stopped." : error.message);
-    at("status").className = error.name === "AbortError" ? "" : "error";
-  }
+  await attempt(what);
   isTraining = false;
   at("train").textContent = "Train";
   enable(true);
@@ -348,12 +339,4 @@ function enable(on) {
   at("train").disabled = !on || !model || !data;
 }
 
-function say(what) {
-  at("status").className = "";
-  at("status").textContent = what;
-}
-
-main().catch((error) => {
-  at("status").className = "error";
-  at("status").textContent = error.message;
-});
+main().catch(fail);

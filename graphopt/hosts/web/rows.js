@@ -142,7 +142,8 @@ export async function features(data, shape, pixels, progress) {
 
 /** Return a picture as numbers: as large as it fits over the size, its middle, each channel less a mean by a scale. */
 async function picture(file, [width, height], channels, isFirst, [means, scales]) {
-  const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
+  const read = file.type === "image/jpeg" ? Promise.reject() : opaque(file);
+  const bitmap = await read.catch(() => createImageBitmap(file, { colorSpaceConversion: "none" })).catch(() => {
     throw new Error(`${file.name}: expected a picture that this browser reads`);
   });
   const larger = Math.max(width / bitmap.width, height / bitmap.height);
@@ -162,6 +163,26 @@ async function picture(file, [width, height], channels, isFirst, [means, scales]
     }
   }
   return numbers;
+}
+
+let gl, frame; // a canvas of two dimensions multiplies colours by their opacity
+
+/** Return a picture whose colours stay, however transparent it was. */
+async function opaque(file) {
+  const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none", premultiplyAlpha: "none" });
+  gl ??= new OffscreenCanvas(1, 1).getContext("webgl2");
+  const { width, height } = bitmap;
+  const [pixels, texture] = [new Uint8Array(4 * width * height), gl.createTexture()];
+  gl.bindFramebuffer(gl.FRAMEBUFFER, (frame ??= gl.createFramebuffer()));
+  gl.bindTexture(gl.TEXTURE_2D, texture);
+  gl.texImage2D(gl.TEXTURE_2D, 0, gl.RGBA, gl.RGBA, gl.UNSIGNED_BYTE, bitmap);
+  gl.framebufferTexture2D(gl.FRAMEBUFFER, gl.COLOR_ATTACHMENT0, gl.TEXTURE_2D, texture, 0);
+  gl.readPixels(0, 0, width, height, gl.RGBA, gl.UNSIGNED_BYTE, pixels);
+  gl.deleteTexture(texture);
+  bitmap.close();
+  if (gl.getError()) throw new Error("a picture that is larger than a texture");
+  for (let i = 3; i < pixels.length; i += 4) pixels[i] = 255;
+  return createImageBitmap(new ImageData(new Uint8ClampedArray(pixels.buffer), width, height), { colorSpaceConversion: "none" });
 }
 
 /** Return the files of a drop, also in folders, with their paths. */

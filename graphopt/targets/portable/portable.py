@@ -38,6 +38,7 @@ ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
 ANY_VERSION: dict[str, Form] = {
     **ALONG_NO_AXIS,
     "AveragePool": average_of_whole_windows,
+    "InstanceNormalization": centered(2),
     "LayerNormalization": centered(-1),
 }
 

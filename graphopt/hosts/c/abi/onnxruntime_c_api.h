@@ -31,7 +31,9 @@ typedef struct OrtApi {
     OrtStatus *(*Run)(OrtSession *, const OrtRunOptions *, const char *const *, const OrtValue *const *, size_t,
                       const char *const *, size_t, OrtValue **);
     OrtStatus *(*CreateSessionOptions)(OrtSessionOptions **);
-    ORT_UNUSED(11, 29);
+    ORT_UNUSED(11, 16);
+    OrtStatus *(*DisableMemPattern)(OrtSessionOptions *);
+    ORT_UNUSED(18, 29);
     OrtStatus *(*SessionGetInputCount)(const OrtSession *, size_t *);
     OrtStatus *(*SessionGetOutputCount)(const OrtSession *, size_t *);
     ORT_UNUSED(32, 32);

@@ -27,6 +27,7 @@ public class Provider {
     /** Opens a graph of a folder, which `more` bytes of a message follow, if there are any. */
     public OrtSession open(OrtEnvironment environment, File folder, String graph, byte[] more) throws OrtException, IOException, GraphoptException {
         try (SessionOptions options = new SessionOptions()) {
+            if (Trainer.minor(environment.getVersion()) < 19) options.setMemoryPatternOptimization(false); // such plans may overlap
             adder.add(options);
             File file = new File(folder, graph);
             if (more.length == 0) return environment.createSession(file.getPath(), options);

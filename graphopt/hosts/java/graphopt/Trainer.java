@@ -110,7 +110,7 @@ public final class Trainer implements AutoCloseable {
         return x.tensor(environment, new double[] {number}, new LinkedHashMap<>());
     }
 
-    private static int minor(String version) {
+    static int minor(String version) {
         return Integer.parseInt(version.split("\\.")[1]);
     }
 
