@@ -111,6 +111,11 @@ MUTANTS = [
         "part < t->parts; part++)",
         "part + 1 < t->parts; part++)",
     ),
+    *of(  # queries, keys and values of one projection
+        *("attention.h", ("highest",), "attention", "thirds"),
+        "x->data += third *",
+        "x->data += 0 *",
+    ),
     *of(  # the algorithm of least time
         *("choice.h", ("medium",), "convolutions", "rates_of_a_machine"),
         "if (!best || seconds < least)",

@@ -140,6 +140,87 @@ def test_attention_is_that_of_pytorch(kind):
             assert_near(found[name], expected.astype(np.float32), name, layers=LAYERS)
 
 
+HALF = "h = Sqrt(scale) t0 = Transpose<perm=[0,1,3,2]>(k)"
+SCALED = {  # what scores are computed from, and by how much they are scaled
+    "both": (f"{HALF} a0 = Mul(q, h) b0 = Mul(h, t0) p = MatMul(a0, b0)", 0.25),
+    "queries": (f"{HALF} a0 = Div(q, divisor) p = MatMul(a0, t0)", 0.5),
+    "keys": (f"{HALF} u = Reciprocal(divisor) b0 = Mul(t0, u) p = MatMul(q, b0)", 0.5),
+    "keys before they are transposed": (
+        "b1 = Mul(k, scale) t0 = Transpose<perm=[0,1,3,2]>(b1) p = MatMul(q, t0)",
+        0.25,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_attention_scales_in_place_of_its_operands(kind):
+    """PyTorch's exporter scales queries and keys by the root of the scale."""
+    before, scale = SCALED[kind]
+    arguments = "s = Identity(p)", "", "a = Softmax(p) y = MatMul(a, v)", before
+    for threads in (1, 2):
+        feeds = feeds_of(2, 3, 33, 40, 16, 24)
+        found = sessions(*arguments, threads=threads)[1].compute_arrays(feeds)
+        for name, expected in of_torch(feeds, scale, 0).items():
+            assert_near(found[name], expected.astype(np.float32), name, layers=LAYERS)
+    lowered = plan(graph_of(*arguments), PLAIN).model
+    assert ("Mul" in {node.op_type for node in lowered.graph}) == (kind == "keys before they are transposed")
+
+
+def test_a_scaled_operand_that_others_read_stays():
+    after = "a = Softmax(p) m = MatMul(a, v) z = ReduceSum<keepdims = 0>(a0) y = Add(m, z)"
+    compare(("s = Identity(p)", "", after, SCALED["both"][0]), feeds_of(2, 3, 33, 40, 16, 24))
+
+
+def test_heads_of_one_projection_are_read_where_they_lie():
+    """Of PyTorch's export: no Transpose is left, and no Mul."""
+    text = """g (float[B,40,3,16] q, float[B,40,3,16] k, float[B,40,3,16] v) => (float[B,40,3,16] y)
+    <float scale = {0.25}> { h = Sqrt(scale) q0 = Transpose<perm=[0,2,1,3]>(q) k0 = Transpose<perm=[0,2,3,1]>(k)
+        v0 = Transpose<perm=[0,2,1,3]>(v) a0 = Mul(q0, h) b0 = Mul(k0, h) p = MatMul(a0, b0) a = Softmax(p)
+        o = MatMul(a, v0) y = Transpose<perm=[0,2,1,3]>(o) }"""
+    graph = load(graphopt.grad(model(text), ["q", "k", "v"], seeded=True))
+    assert len(plan(graph, PLAIN).model.graph) == 2
+    feeds = numbers({name: (2, 40, 3, 16) for name in ("q", "k", "v", "y.seed")})
+    lowered, device = lower_to_kernels(graph, PLAIN, 1), Device("cpu", threads=1, native=False)
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    turned = {name: x.swapaxes(1, 2) for name, x in feeds.items()}
+    for name, expected in of_torch(turned, 0.25, 0).items():
+        assert_near(found[name].swapaxes(1, 2), expected.astype(np.float32), name, layers=LAYERS)
+
+
+CUTS = {
+    "Split": "q1, k1, v1 = Split<axis = 2>(p1, widths)",
+    "Slice": "q1 = Slice(p1, n0, n48, n2) k1 = Slice(p1, n48, n96, n2) v1 = Slice(p1, n96, n144, n2)",
+    "others": "k1, q1, v1 = Split<axis = 2>(p1, widths)",  # which are read where Split leaves them
+}
+PROJECTED = """g (float[B,T,144] x) => (float[B,T,3,16] y)
+<float scale = {0.25}, float two = {2.0}, int64[4] heads = {0, 0, 3, 16}, int64[3] widths = {48, 48, 48},
+int64[1] n0 = {0}, int64[1] n48 = {48}, int64[1] n96 = {96}, int64[1] n144 = {144}, int64[1] n2 = {2}> {
+    p1 = Mul(x, two) CUT q2 = Reshape(q1, heads) k2 = Reshape(k1, heads) v2 = Reshape(v1, heads)
+    q = Transpose<perm=[0,2,1,3]>(q2) k = Transpose<perm=[0,2,3,1]>(k2) v = Transpose<perm=[0,2,1,3]>(v2)
+    h = Sqrt(scale) a0 = Mul(q, h) b0 = Mul(k, h) p = MatMul(a0, b0) a = Softmax(p) o = MatMul(a, v)
+    y = Transpose<perm=[0,2,1,3]>(o) }"""
+
+
+@pytest.mark.parametrize("rows", [40, 0])
+@pytest.mark.parametrize("cut", CUTS)
+def test_thirds_of_one_projection_are_read_and_written_where_they_lie(cut, rows):
+    graph = load(graphopt.grad(model(PROJECTED.replace("CUT", CUTS[cut])), ["x"], seeded=True))
+    left = {"Split", "Slice", "Concat"} & {node.op_type for node in plan(graph, PLAIN).model.graph}
+    assert bool(left) == (cut == "others")
+    feeds = numbers({"x": (2, rows, 144), "y.seed": (2, rows, 3, 16)})
+    for threads in (1, 2):
+        lowered, device = lower_to_kernels(graph, PLAIN, threads), Device("cpu", threads=threads, native=False)
+        expected = Session(device, graph).compute_arrays(feeds)
+        found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+        for name in expected:
+            assert_near(found[name], expected[name], name, layers=LAYERS)
+    q, k, v = (2 * feeds["x"].reshape(2, rows, 3, 3, 16)).transpose(2, 0, 3, 1, 4)
+    q, k = (k, q) if cut == "others" else (q, k)
+    of_heads = {"q": q, "k": k, "v": v, "y.seed": feeds["y.seed"].swapaxes(1, 2)}
+    if rows:
+        assert_near(found["y"].swapaxes(1, 2), of_torch(of_heads, 0.25, 0)["y"].astype(np.float32), "y", layers=LAYERS)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("low", [LOWEST, -1e9, -np.inf])
 @pytest.mark.parametrize("rows", [129, 300])

@@ -155,10 +155,27 @@ def test_small_models_have_two_sets():
     assert not shared(executor)
 
 
+@pytest.mark.parametrize(("megabytes", "is_far"), [(32, True), (105, False)])
+def test_state_is_stored_past_a_cache_that_does_not_keep_both_of_its_sets(monkeypatch, megabytes, is_far):
+    """5.6 million numbers: AMD EPYC has 32 MB for a group of cores, an Intel Xeon 105 MB for all."""
+    monkeypatch.setattr(kernels, "last_cache_bytes", lambda: megabytes * 2**20)
+    code = [kernel.code for kernel in plan(step_of(mlp((784, 1024, 1024, 10)), optimizer=passes.AdamW())).kernels]
+    assert any("store_far" in text for text in code) == is_far
+
+
+@pytest.mark.parametrize("text", ["32768K\n", "", "many", None], ids=repr)
+def test_the_size_of_the_last_cache(monkeypatch, tmp_path, text):
+    path = tmp_path / "size"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(kernels, "_LAST_CACHE", path)
+    assert kernels.last_cache_bytes.__wrapped__() == (2**25 if text == "32768K\n" else 2**27)
+
+
 @pytest.mark.slow
 def test_large_state_is_stored_past_the_caches(monkeypatch, cache, parts):
     """Of sizes that no vector divides, on one thread, on two, in place, and as the runtime computes it."""
-    monkeypatch.setattr(kernels, "_LARGE", 2**20)
+    monkeypatch.setattr(kernels, "last_cache_bytes", lambda: 2**23)
     sgd = passes.SGD(0.01, momentum=0.9)
     step = graphopt.compile(mlp((641, 901, 3)), loss=passes.MeanSquaredError(), optimizer=sgd)
     assert any("store_far" in kernel.code for kernel in plan(step).kernels)

@@ -21,6 +21,7 @@ from graphopt.targets.native.forms import NodeForms, NodeKind, number_of, rank_o
 from graphopt.targets.native.library import MOST_AXES, Item, Kernel, Replacement
 from graphopt.targets.native.operators import literal
 from graphopt.targets.native.products import before_transposes, only_reader, permutation, transposed
+from graphopt.targets.native.thirds import joined, whole_of
 
 _MOST_STEPS, _MOST_NODES = 4, 8  # of scores: as calls.h says, and with views
 _SCALE, _ADD, _KEEP, _DROP = range(4)  # as calls.h numbers them
@@ -32,8 +33,9 @@ _ASIDE = {
     "Gather",
     "Slice",
     "Squeeze",
+    "Transpose",
     "Unsqueeze",
-}  # of shapes and masks
+}  # of shapes, masks, and operands that are scaled
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class _Attention:
 
     q: ir.Value
     k: ir.Value  # transposed
+    factors: tuple[float, float]  # of q and k in the product of scores
     steps: list[_Step]
     forward: list[ir.Node]
     p: ir.Value
@@ -74,10 +77,17 @@ def attention_kernels(node: ir.Node, forms: NodeForms) -> list[Replacement]:
         return []
     product, steps, nodes = scores
     q, k = map(given, product.inputs)
-    found = _Attention(q, k, steps, [*nodes, node], node.outputs[0])
-    if not (_reads_probabilities(found) and _has_gradient(found, forms) and _fits(found)):
-        return []
-    return _kernels(found)
+    (plain_q, factor_q, nodes_q), (plain_k, factor_k, nodes_k) = _unscaled(q), _unscaled(k)
+    scaled = _Attention(q, k, (factor_q, factor_k), steps, [*nodes_q, *nodes_k, *nodes, node], node.outputs[0])
+    whole = _Attention(q, k, (1.0, 1.0), steps, [*nodes, node], node.outputs[0])
+    for found, *before in ((scaled, plain_q, plain_k), (whole, q, k)):
+        if _reads_probabilities(found) and _has_gradient(found, forms):
+            found.q, found.k = before
+            if (factor := math.prod(found.factors)) != 1:
+                found.steps = [_Step(_SCALE, product.outputs[0], factor), *steps]
+            if _fits(found):
+                return _kernels(found)
+    return []
 
 
 @contextlib.contextmanager
@@ -137,13 +147,26 @@ def _steps(node: ir.Node) -> Iterator[tuple[ir.Value, list[_Step]]]:
                 yield x, [_Step(kind, y, number, mask)]
 
 
-def _number(x: ir.Value) -> float | None:
-    """Return the number of a constant, or of its reciprocal; None for other values."""
+def _unscaled(x: ir.Value) -> tuple[ir.Value, float, list[ir.Node]]:
+    """Return what an operand was before a number scaled it, the number, and the node; else itself, 1 and none."""
     node = x.producer()
-    if node is None or node.op_type != "Reciprocal":
+    if node is None or node.op_type not in ("Mul", "Div"):
+        return x, 1.0, []
+    for before, steps in _steps(node):
+        if has_sizes(before) and sizes_of(before) == sizes_of(x):
+            return before, steps[0].number, [node]
+    return x, 1.0, []
+
+
+def _number(x: ir.Value) -> float | None:
+    """Return the number of a constant, of its square root or of its reciprocal; None for other values."""
+    node = x.producer()
+    if node is None or node.op_type not in ("Reciprocal", "Sqrt"):
         return number_of(x)
-    number = number_of(given(node.inputs[0]))
-    return 1 / number if number else None
+    number = _number(given(node.inputs[0]))
+    if number is None or number <= 0:
+        return None
+    return 1 / number if node.op_type == "Reciprocal" else math.sqrt(number)
 
 
 def _is_view(node: ir.Node) -> bool:
@@ -284,8 +307,15 @@ def _gradient_of_scores(found: _Attention, ds: ir.Value) -> bool:
             return False
         if found.gradients[number] is not None:
             return False
-        found.gradients[number] = node.outputs[0]
+        gradient, factor = node.outputs[0], found.factors[number]
         found.backward.append(node)
+        if factor != 1:
+            then = only_reader(gradient)
+            if then is None or _factor(then, gradient) != factor:
+                return False
+            gradient = then.outputs[0]
+            found.backward.append(then)
+        found.gradients[number] = gradient
     return bool(readers)
 
 
@@ -373,6 +403,10 @@ def _kernels(found: _Attention) -> list[Replacement]:
         _stored(v),
         _stored(dy),
     )
+    cut, whole = -1, whole_of([q, k, v])
+    if whole is not None:
+        q = k = v = whole
+        cut = rank - 2
     tensors = [step.tensor for step in found.steps if step.tensor is not None]
     notes = ir.Value(
         name=f"{product.outputs[0].name}/rows",
@@ -390,17 +424,20 @@ def _kernels(found: _Attention) -> list[Replacement]:
         if gradient is None:
             axes_of.append(list(range(rank)))
             continue
-        if number == 1:
-            gradient = _turned_back(gradient, found.backward)
-        result, axes, nodes = _result(gradient)
+        result, axes, nodes = _turned_back(gradient) if number == 1 else _result(gradient)
         gradients.append(result)
         axes_of.append(axes)
         turned_back += nodes
+    joint = joined(gradients) if len(gradients) == 3 else None
+    if joint is not None:
+        gradients = [joint[0]]
+        turned_back += joint[1]
+    cuts = [cut, -1 if joint is None else rank - 2]
     wanted = [int(x is not None) for x in found.gradients]
     safe, count = int(found.is_safe), len(found.steps)
-    form: list[Item] = [*operands, axes_dy, axes_of, 1, wanted, safe, count, steps[1]]
+    form: list[Item] = [*operands, axes_dy, axes_of, 1, wanted, safe, *cuts, count, steps[1]]
     backward = Kernel.calling("attention", form, backward_inputs, gradients)
-    form = [*operands, [0] * rank, [axes_y], 0, [0, 0, 0], safe, count, steps[0]]
+    form = [*operands, [0] * rank, [axes_y], 0, [0, 0, 0], safe, cut, -1, count, steps[0]]
     forward = Kernel.calling("attention", form, forward_inputs, [y, notes])
     before = {product, *after}
     for node in [product, *after]:
@@ -424,20 +461,26 @@ def _result(y: ir.Value) -> tuple[ir.Value, list[int], list[ir.Node]]:
     return then.outputs[0], [perm.index(i) for i in range(rank)], [then]
 
 
-def _turned_back(y: ir.Value, nodes: list[ir.Node]) -> ir.Value:
-    """Return the transpose of a result, and add the Transpose that reads it to nodes; a new one reads the transpose."""
-    then = only_reader(y)
-    if then is not None and then.op_type == "Transpose" and _turns(then):
-        nodes.append(then)
-        return then.outputs[0]
-    product, axes = y.producer(), list(range(rank_of(y)))
+def _turned_back(y: ir.Value) -> tuple[ir.Value, list[int], list[ir.Node]]:
+    """Return the transpose of a result as `_result` does; a new Transpose reads it if it is not the graph's own."""
+    then, rank = only_reader(y), rank_of(y)
+    axes, turned = list(range(rank)), transposed(list(range(rank)))
+    perm = None if then is None else permutation(then, rank)
+    if then is not None and perm is not None:
+        perm = [turned[i] for i in perm]
+        if perm == axes:
+            result, axes, nodes = _result(then.outputs[0])
+            return result, axes, [then, *nodes]
+        if perm[-1] == rank - 1:
+            return then.outputs[0], [perm.index(i) for i in axes], [then]
+    product = y.producer()
     assert product is not None and product.graph is not None
-    shape = ir.Shape([dims_of(y)[i] for i in transposed(axes)])
+    shape = ir.Shape([dims_of(y)[i] for i in turned])
     new = ir.Value(name=f"{y.name}/turned", type=y.type, shape=shape)
-    back = ir.Node("", "Transpose", [new], [ir.AttrInt64s("perm", transposed(axes))], num_outputs=1)
+    back = ir.Node("", "Transpose", [new], [ir.AttrInt64s("perm", turned)], num_outputs=1)
     product.graph.insert_after(product, back)
     swap(y, like(back.outputs[0], y))
-    return new
+    return new, axes, []
 
 
 def _step_items(steps: list[_Step], inputs: list[ir.Value]) -> list[Item] | None:

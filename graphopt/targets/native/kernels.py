@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -16,13 +19,25 @@ from graphopt.targets.native.numbers import Numbers, TaskTotal, scheduled
 from graphopt.targets.native.operators import REDUCTIONS, store_statement
 
 _GRAIN = 16384  # elements of a task
-_LARGE = 2**24  # numbers of all outputs of a graph: with fewer, a cache of tens of megabytes may keep them
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # such as 32768K
+_CACHE_BYTES = 2**27  # of a last cache whose size the system does not tell
 _MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 
+@functools.cache
+def last_cache_bytes() -> int:
+    """Return the size of the cache that a processor shares with others."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) * 1024
+    return _CACHE_BYTES
+
+
 def has_large_outputs(graph: ir.Graph) -> bool:
-    """Return whether no cache keeps a graph's outputs, such as the new state, until the next step."""
-    return sum(elements_of(y) for y in graph.outputs if has_sizes(y)) >= _LARGE
+    """Return whether no cache keeps a graph's outputs, such as the new state, until the next step.
+
+    It would have to keep what they replace, too: a step reads one set of state and writes another.
+    """
+    return 2 * 4 * sum(elements_of(y) for y in graph.outputs if has_sizes(y)) >= last_cache_bytes()
 
 
 def cluster_kernel(cluster: Cluster, *, is_large: bool = False) -> Kernel:

@@ -28,7 +28,7 @@ from graphopt.targets.native.cache import cache_folder, own_version, read_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel, example_gradient_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
-from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
+from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs, last_cache_bytes
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, parts_for, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.normalizations import write_out_normalizations
@@ -174,7 +174,8 @@ def _check_kept(kept: Lowered, lowered: Lowered | None) -> None:
 def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
     """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
     content, weights = identity_of(model)
-    return code_digest(content.hex(), repr(options), str(multiplies_bfloat16()), own_version()), weights
+    machine = f"{multiplies_bfloat16()} {last_cache_bytes()}"
+    return code_digest(content.hex(), repr(options), machine, own_version()), weights
 
 
 def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:

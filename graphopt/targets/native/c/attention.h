@@ -37,9 +37,9 @@ EXPORT void attend_to_many(int chosen) { attends_to_many = chosen; }
 /* exp(x - y) is 0 for a score x of a masked column and the largest score y, if products are smaller than SMALL. */
 static const float MASKED = -1e30f, SEEN = -1e29f, SMALL = 1e28f;
 
-/* A stack of matrices. `axes` are those of calls.h. */
+/* A stack of matrices, which may be a third of a tensor. `axes` are those of calls.h. */
 typedef struct {
-    float *data;
+    float *tensor, *data;
     int64_t dims[MOST_AXES], count, rows, columns, row, column, batch[2];
 } Stack;
 
@@ -61,9 +61,10 @@ typedef struct {
     size_t bytes, block_bytes; /* of a task, of a block of scores */
 } Attention;
 
-static void set_strides(Stack *x, int rank, const unsigned char *axes, const int64_t *stored, int64_t outer[2]) {
+static void set_strides(Stack *x, int rank, const unsigned char *axes, int64_t *stored, int64_t outer[2], int cut, int third) {
     int64_t strides[MOST_AXES];
-    x->count = strides_of(rank, stored, strides);
+    x->count = strides_of(rank, stored, strides), x->data = x->tensor;
+    if (cut >= 0) stored[cut] /= 3, x->data += third * stored[cut] * strides[cut];
     x->rows = stored[axes[rank - 2]], x->columns = stored[axes[rank - 1]];
     x->row = strides[axes[rank - 2]], x->column = strides[axes[rank - 1]];
     outer[0] = outer[1] = 1;
@@ -73,21 +74,23 @@ static void set_strides(Stack *x, int rank, const unsigned char *axes, const int
     }
 }
 
-static OrtStatus *find_stack(Context *context, size_t index, int rank, const unsigned char *axes, Stack *x, int64_t outer[2]) {
-    CHECK(input(context, index, &x->data, x->dims, rank));
-    set_strides(x, rank, axes, x->dims, outer);
+static OrtStatus *find_stack(Context *context, size_t index, int rank, const unsigned char *axes, Stack *x, int64_t outer[2], int cut) {
+    CHECK(input(context, index, &x->tensor, x->dims, rank));
+    set_strides(x, rank, axes, x->dims, outer, cut, (int)index);
     return NULL;
 }
 
 /* Find a result of so many rows and columns, and of the batches of q. */
 static OrtStatus *make_result(Context *context, size_t index, Attention *t, int number, int64_t rows, int64_t columns) {
-    const int rank = t->form->rank;
+    const int rank = t->form->rank, cut = t->form->cut_results;
     const unsigned char *axes = t->form->results[number];
     int64_t stored[MOST_AXES], outer[2];
     for (int i = 0; i < rank - 2; i++) stored[axes[i]] = t->q.dims[t->form->q[i]];
     stored[axes[rank - 2]] = rows, stored[axes[rank - 1]] = columns;
-    set_strides(&t->results[number], rank, axes, stored, outer);
-    return output(context, index, &t->results[number].data, stored, rank);
+    if (cut >= 0) stored[cut] *= 3;
+    CHECK(output(context, cut >= 0 ? 0 : index, &t->results[number].tensor, stored, rank));
+    set_strides(&t->results[number], rank, axes, stored, outer, cut, number);
+    return NULL;
 }
 
 static inline float *matrix_of(const Attention *t, const Stack *x, int64_t batch) {
@@ -184,7 +187,7 @@ WIDE static int64_t columns_of(const Attention *t, int64_t row0, int64_t rows) {
 /* Return the largest magnitude of numbers, or NaN. */
 WIDE static float largest_of(const Stack *x) {
     float most = 0;
-    _Pragma("omp simd reduction(maximum : most)") for (int64_t i = 0; i < x->count; i++) most = MAXIMUM(most, fabsf(x->data[i]));
+    _Pragma("omp simd reduction(maximum : most)") for (int64_t i = 0; i < x->count; i++) most = MAXIMUM(most, fabsf(x->tensor[i]));
     return most;
 }
 
@@ -350,15 +353,15 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
     Attention all = {.form = form}, *t = &all;
     const int rank = form->rank, has_gradient = form->is_gradient;
     int64_t of_k[2], of_v[2], of_dy[2], notes[MOST_AXES];
-    CHECK(find_stack(context, 0, rank, form->q, &t->q, t->outer));
-    CHECK(find_stack(context, 1, rank, form->k, &t->k, of_k));
-    CHECK(find_stack(context, 2, rank, form->v, &t->v, of_v));
+    CHECK(find_stack(context, 0, rank, form->q, &t->q, t->outer, form->cut));
+    CHECK(find_stack(context, 1, rank, form->k, &t->k, of_k, form->cut));
+    CHECK(find_stack(context, 2, rank, form->v, &t->v, of_v, form->cut));
     for (int i = 0; i < 2; i++)
         if (of_k[i] != t->outer[i] || of_v[i] != t->outer[i]) return unlike();
     if (t->k.columns != t->q.columns || t->v.rows != t->k.rows) return unlike();
     t->batches = t->outer[0] * t->outer[1], t->rows = t->q.rows, t->keys = t->k.rows;
     if (has_gradient) {
-        CHECK(find_stack(context, 3, rank, form->dy, &t->dy, of_dy));
+        CHECK(find_stack(context, 3, rank, form->dy, &t->dy, of_dy, -1));
         CHECK(input(context, 4, &t->stats, notes, rank));
         for (int i = 0; i < 2; i++)
             if (of_dy[i] != t->outer[i]) return unlike();
@@ -384,7 +387,7 @@ OrtStatus *attention(Context *context, const AttentionForm *form) {
     t->skips = t->skips && !t->keeps;
     if (scores == 0) {
         for (int number = 0; number < 3; number++)
-            if (t->results[number].data) memset(t->results[number].data, 0, t->results[number].count * sizeof(float));
+            if (t->results[number].tensor) memset(t->results[number].tensor, 0, t->results[number].count * sizeof(float));
         return NULL;
     }
     t->line = t->keeps && !has_gradient ? t->keys : gemm_padded(t->keys);

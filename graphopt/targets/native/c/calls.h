@@ -49,6 +49,7 @@ typedef struct {
     unsigned char q[MOST_AXES], k[MOST_AXES], v[MOST_AXES], dy[MOST_AXES], results[3][MOST_AXES];
     int is_gradient, wanted[3]; /* whether it computes gradients, and of which of q, k and v */
     int is_safe;                /* rows of NaN become 0 */
+    int cut, cut_results;       /* the stored axis along which q, k and v, or their gradients, are thirds of one tensor; or -1 */
     int steps;
     ScoreStep step[MOST_STEPS];
 } AttentionForm;
