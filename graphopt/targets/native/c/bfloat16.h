@@ -68,15 +68,12 @@ static inline size_t low_task_elements(const gemm_product *g) {
     return (size_t)((panels + 2) * panel_lines(terms, g->pieces) * 16 + filled + sums + 64);
 }
 
-/* Return where lies what a job fetches into the cache when it packs a tile: later terms, or the next panel. */
-static inline int64_t ahead_of(int64_t line, int64_t term) { return FETCHED_TERMS ? FETCHED_TERMS * term : BLOCK_LINES * line; }
-
 /* Return the job to pack columns of B as a panel. With a source, it first fills `filled`. */
 static PackJob job_of_b(const gemm_product *g, const char *b, int64_t p, int64_t terms, int64_t j, int64_t price, float *filled,
                         Line *to) {
     const gemm_strides s = g->b_strides;
     const int64_t columns = gemm_min(BLOCK_LINES, g->n - j);
-    PackJob job = {b + (p * s.row + j * s.column) * size_of(g->is_narrow[1]), g->is_narrow[1], s.column, s.row, columns, terms, ahead_of(s.column, s.row), g->pieces, 1, to,
+    PackJob job = {b + (p * s.row + j * s.column) * size_of(g->is_narrow[1]), g->is_narrow[1], s.column, s.row, columns, terms, BLOCK_LINES * s.column, g->pieces, 1, to,
                    price, 0, 0, (terms + BLOCK_TERMS - 1) / BLOCK_TERMS * 2, pack_lines};
     if (g->source) {
         g->source(g->source_user, p, terms, j, columns, BLOCK_LINES, filled);
@@ -118,7 +115,7 @@ static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i
         const int64_t c_row = g->is_narrow[2] ? columns_of_sums(g) : sc.row, a_panel = BLOCK_LINES * sa.row * size_of(g->is_narrow[0]);
         float *c = g->is_narrow[2] ? sums : (float *)result + row0 * sc.row + j0;
         PackJob job_b = {0}, job_a = {a + (row0 * sa.row + p0 * sa.column) * size_of(g->is_narrow[0]), g->is_narrow[0], sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,
-                              ahead_of(sa.row, sa.column), g->pieces, 0, panels_of_a, 1, 0, 0, 2 * blocks, pack_lines};
+                              BLOCK_LINES * sa.row, g->pieces, 0, panels_of_a, 1, 0, 0, 2 * blocks, pack_lines};
         pack_rest(&job_a);
         if (!g->panels) job_b = job_of_b(g, b, p0, depth, j0, panels, filled, panels_of_b);
         pack_rest(&job_b);

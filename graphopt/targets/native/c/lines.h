@@ -31,7 +31,7 @@ static inline int64_t size_of(int is_narrow) { return is_narrow ? sizeof(bfloat1
 typedef struct PackJob {
     const char *from;
     int is_narrow; /* an array of bfloat16, not of float */
-    int64_t line, term, lines, terms, ahead; /* strides, numbers, and where lies what is fetched into the cache */
+    int64_t line, term, lines, terms, ahead; /* strides, numbers, and where the panel after this one lies */
     int pieces, is_b;
     Line *to;
     int64_t price, work, done, tiles;
