@@ -51,8 +51,8 @@ NETWORKS = {
     "transformer": "adamw",
 }
 PAGE = Path(__file__).resolve().parent / "RESULTS_PRECISION.md"
-# The peaks of one core, in billions per second: products and sums of float32 in registers, those of bfloat16 in tiles or
-# by AVX-512, and bytes read from 64 MB.
+# The peaks of one core, in billions per second: products and sums of float32 in registers, those of bfloat16 in tiles
+# or by AVX-512, and bytes read from 64 MB.
 PEAKS = r"""
 #include <immintrin.h>
 #include <stdio.h>
