@@ -119,30 +119,15 @@ static void pack_apart(const PackJob *x, const char *from, int64_t lines, int64_
     tile_packers[1][x->pieces][x->is_b](copy, BLOCK_TERMS, 16, BLOCK_TERMS, 0, to);
 }
 
-#ifdef __AMX_BF16__
-enum { ROWS_TOGETHER = 256, FETCHED_TERMS = 0 };
-#else
-enum { ROWS_TOGETHER = 512, FETCHED_TERMS = 4 * BLOCK_TERMS };
-#endif
-
-/* Return where lies what is fetched into the cache while a tile is packed, from which on a panel has so many terms left: a
- * tile of the panel after this one, or the tile so many terms later, which is in one of the two. */
-static inline int64_t fetched_from(const PackJob *x, int64_t terms) {
-    const int64_t all = x->tiles / 2 * BLOCK_TERMS, later = gemm_min(FETCHED_TERMS, all);
-    if (!FETCHED_TERMS) return x->ahead;
-    return terms > later ? later * x->term : x->ahead + (later - all) * x->term;
-}
-
 /* Pack a tile. */
 static void pack_lines(const PackJob *x, const char *from, int64_t lines, int64_t terms, Line *to) {
     if (x->term != 1 && x->line != 1) pack_apart(x, from, lines, terms, to);
-    else
-        tile_packers[x->term == 1][x->is_narrow ? 0 : x->pieces][x->is_b](from, x->term == 1 ? x->line : x->term, lines, terms,
-                                                                         fetched_from(x, terms), to);
+    else tile_packers[x->term == 1][x->is_narrow ? 0 : x->pieces][x->is_b](from, x->term == 1 ? x->line : x->term, lines, terms, x->ahead, to);
 }
 
 #ifdef __AMX_BF16__
 #define GEMM_HAS_TILES
+enum { ROWS_TOGETHER = 256 }; /* of A, whose panels fit the L2 cache */
 
 /* Any code that ran before may have used or released the tiles. */
 static inline void begin_tiles(void) {
@@ -192,6 +177,8 @@ GEMM_INLINE void multiply_tiles(int two_rows, int two_columns, int pieces, TILE_
     ALL_OF_C(_tile_stored(0, c, step), _tile_stored(1, c + 16, step), _tile_stored(2, below, step), _tile_stored(3, below + 16, step))
 }
 #else
+enum { ROWS_TOGETHER = 512 }; /* of A, whose panels fit the L2 cache */
+
 static inline void begin_tiles(void) {}
 static inline void end_tiles(void) {}
 
