@@ -39,7 +39,7 @@ import graphopt
 import graphopt.models
 import passes
 from graphopt.data import Characters, digits, text
-from graphopt.targets.native.precision import precision_in_words
+from graphopt.targets.native.precision import pieces_for, precision_in_words
 from graphopt.targets.native.toolchain import FLAGS, compiler
 
 PRECISIONS = ("highest", "high", "medium")
@@ -51,8 +51,8 @@ NETWORKS = {
     "transformer": "adamw",
 }
 PAGE = Path(__file__).resolve().parent / "RESULTS_PRECISION.md"
-# The peaks of one core, in billions per second: products and sums of float32 in registers, those of bfloat16 in tiles,
-# and bytes read from 64 MB.
+# The peaks of one core, in billions per second: products and sums of float32 in registers, those of bfloat16 in tiles
+# or by AVX-512, and bytes read from 64 MB.
 PEAKS = r"""
 #include <immintrin.h>
 #include <stdio.h>
@@ -96,6 +96,14 @@ int main(void) {
             _tile_release();
             if (rate > best[1]) best[1] = rate;
         }
+#elif defined(__AVX512BF16__)
+        start = now();
+        for (int i = 0; i < 1000000; i++) {
+            for (int j = 0; j < 12; j++) sums[j] = (lanes)_mm512_dpbf16_ps((__m512)sums[j], (__m512bh)x, (__m512bh)x);
+            for (int j = 0; j < 12; j++) __asm__ volatile("" : "+v"(sums[j]));
+        }
+        rate = 1e6 * 12 * 64 / (now() - start);
+        if (rate > best[1]) best[1] = rate;
 #endif
         long sum = 0;
         start = now();
@@ -226,7 +234,7 @@ def trained(options: argparse.Namespace) -> Iterator[str]:
 
 
 def peaks(folder: Path) -> list[float]:
-    """Return the peaks of one core in billions per second: of float32, of bfloat16 in tiles (0 without), of bytes."""
+    """Return the peaks of one core in billions per second: of float32, of bfloat16 (0 without), of bytes."""
     source, program = folder / "peaks.c", folder / "peaks"
     source.write_text(PEAKS)
     command = compiler()
@@ -253,7 +261,7 @@ def roofline(options: argparse.Namespace) -> Iterator[str]:
     """Yield a table of the arithmetic and memory traffic of steps, and the shares of the limits that they reach."""
     single, half, memory = peaks(options.work)
     yield (
-        f"One core: {single:.0f} GFLOP/s in float32, {half:.0f} in bfloat16 tiles, {memory:.1f} GB/s from memory. "
+        f"One core: {single:.0f} GFLOP/s in float32, {half:.0f} in bfloat16, {memory:.1f} GB/s from memory. "
         "A step's GFLOP are those of its products and convolutions, its bytes one pass over parameters, gradients and "
         "optimizer slots, some of which are in caches. `high` multiplies three times as much. A share is the time that "
         "the limit alone would take, of the time of the step."
@@ -271,10 +279,10 @@ def roofline(options: argparse.Namespace) -> Iterator[str]:
         traffic = 1e-6 * 4 * size * (2 * (1 + SLOTS[job.optimizer]) + 2)
         for precision in PRECISIONS:
             taken = milliseconds(steps_of(job, precision))
-            limit = {"highest": flops / single, "high": 3 * flops / half if half else math.nan}
-            limit["medium"] = flops / half if half else math.nan
+            pieces = pieces_for(precision)
+            limit = (2 * pieces - 1) * flops / half if pieces else flops / single
             shares = [
-                f"{100 * 1e3 * limit[precision] / taken:.0f} %",
+                f"{100 * 1e3 * limit / taken:.0f} %",
                 f"{100 * traffic / memory / taken:.0f} %",
             ]
             print(name, precision, f"{taken:.2f} ms", *shares, flush=True)

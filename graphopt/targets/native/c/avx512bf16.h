@@ -134,6 +134,7 @@ static void pack_lines(const PackJob *x, const char *from, int64_t lines, int64_
 
 #ifdef __AMX_BF16__
 #define GEMM_HAS_TILES
+enum { ROWS_TOGETHER = 256 }; /* of A, whose panels fit the L2 cache */
 
 /* Any code that ran before may have used or released the tiles. */
 static inline void begin_tiles(void) {
@@ -183,6 +184,8 @@ GEMM_INLINE void multiply_tiles(int two_rows, int two_columns, int pieces, TILE_
     ALL_OF_C(_tile_stored(0, c, step), _tile_stored(1, c + 16, step), _tile_stored(2, below, step), _tile_stored(3, below + 16, step))
 }
 #else
+enum { ROWS_TOGETHER = 512 }; /* of A, whose panels fit the L2 cache */
+
 static inline void begin_tiles(void) {}
 static inline void end_tiles(void) {}
 
@@ -200,6 +203,7 @@ GEMM_INLINE void add_pairs(int two_columns, const char *a, const char *b, __m512
 }
 
 GEMM_INLINE void multiply_tiles(int two_rows, int two_columns, int pieces, TILE_OPERANDS_OF_C) {
+    (void)jobs; /* a call within the loop would cost the registers of sums */
     for (int row = 0; row < (two_rows ? 32 : 16); row += 8, c += 8 * c_row) {
         __m512 sums[8][2] = {{{0}}};
         for (int i = 0; accumulate && i < 8; i++)
@@ -209,7 +213,6 @@ GEMM_INLINE void multiply_tiles(int two_rows, int two_columns, int pieces, TILE_
             if (pieces == 2) add_pairs(two_columns, high_a, high_b + 2048, sums);
             add_pairs(two_columns, high_a, high_b, sums);
             if (pieces == 2) add_pairs(two_columns, high_a + 2048, high_b, sums);
-            if (row == 0) work_on(jobs);
         }
         for (int i = 0; i < 8; i++)
             for (int v = 0; v <= two_columns; v++) _mm512_storeu_ps(c + i * c_row + v * 16, sums[i][v]);

@@ -9,8 +9,9 @@
  * side are a block of 32 rows of A, or 32 columns of B, with 32 terms. In a block, the tiles of high pieces come before
  * those of low ones. The blocks of a panel are its terms in order.
  *
- * To pack a panel takes about as long as to multiply it, but other units of the processor. So while a panel is
- * multiplied, jobs pack the next ones, a tile at a time.
+ * With AMX or on ARM, to pack a panel takes about as long as to multiply it, but other units of the processor. So while a
+ * panel is multiplied, jobs pack the next ones, a tile at a time. With AVX-512 alone, both take the same units and
+ * registers, so that a panel is packed before.
  */
 #pragma once
 #include "lines.h"
@@ -18,8 +19,7 @@
 #include "narrow.h"
 
 enum {
-    ROWS_TOGETHER = 256, /* of A, whose panels fit the L2 cache */
-    COLUMNS_TOGETHER = 512, /* of a result of bfloat16 numbers, whose sums fit it, too */
+    SUMS_TOGETHER = 1 << 17, /* of a result of bfloat16 numbers, which fit it, too */
     PANEL_TERMS = 512,
 };
 
@@ -54,10 +54,17 @@ static void multiply_panels(int pieces, int64_t blocks, const Line *a, const Lin
 /* Return the vectors of a panel. */
 static inline int64_t panel_lines(int64_t terms, int pieces) { return (terms + BLOCK_TERMS - 1) / BLOCK_TERMS * BLOCK_LINES * pieces; }
 
+/* Return how many columns of a result of bfloat16 numbers have their sums in a cache: those of a panel, or as many as fit if
+ * several parts of k add to them. */
+static inline int64_t columns_of_sums(const gemm_product *g) {
+    const int64_t rows = gemm_min(g->m, ROWS_TOGETHER);
+    return g->k <= PANEL_TERMS ? BLOCK_LINES : SUMS_TOGETHER / (rows + BLOCK_LINES - 1) / BLOCK_LINES * BLOCK_LINES;
+}
+
 static inline size_t low_task_elements(const gemm_product *g) {
     const int64_t terms = gemm_min(g->k, PANEL_TERMS), panels = (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES;
     const int64_t filled = g->source ? terms * BLOCK_LINES : 0;
-    const int64_t sums = g->is_narrow[2] ? ROWS_TOGETHER * COLUMNS_TOGETHER : 0;
+    const int64_t sums = g->is_narrow[2] ? gemm_min(g->m, ROWS_TOGETHER) * columns_of_sums(g) : 0;
     return (size_t)((panels + 2) * panel_lines(terms, g->pieces) * 16 + filled + sums + 64);
 }
 
@@ -105,7 +112,7 @@ static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i
         const int64_t blocks = (depth + BLOCK_TERMS - 1) / BLOCK_TERMS;
         const int64_t size = panel_lines(depth, g->pieces), panels = (rows + BLOCK_LINES - 1) / BLOCK_LINES;
         const int accumulate = own.accumulate, last = own.last;
-        const int64_t c_row = g->is_narrow[2] ? COLUMNS_TOGETHER : sc.row, a_panel = BLOCK_LINES * sa.row * size_of(g->is_narrow[0]);
+        const int64_t c_row = g->is_narrow[2] ? columns_of_sums(g) : sc.row, a_panel = BLOCK_LINES * sa.row * size_of(g->is_narrow[0]);
         float *c = g->is_narrow[2] ? sums : (float *)result + row0 * sc.row + j0;
         PackJob job_b = {0}, job_a = {a + (row0 * sa.row + p0 * sa.column) * size_of(g->is_narrow[0]), g->is_narrow[0], sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,
                               BLOCK_LINES * sa.row, g->pieces, 0, panels_of_a, 1, 0, 0, 2 * blocks, pack_lines};
@@ -117,6 +124,7 @@ static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i
             const Line *panel = g->panels ? (const Line *)g->panels + j / BLOCK_LINES * panel_lines(g->k, g->pieces) + panel_lines(p0, g->pieces)
                                           : panels_of_b + odd * largest;
             if (!g->panels && end < j1) job_b = job_of_b(g, b, p0, depth, end, panels, filled, panels_of_b + !odd * largest);
+            float *const sums_at = c + (g->is_narrow[2] && cut.k_parts == 1 ? 0 : j - j0);
             for (int64_t i = 0; i < rows; i += BLOCK_LINES) {
                 PackJob *jobs[3] = {NULL}, **job = jobs;
                 if (job_b.done < job_b.tiles) *job++ = &job_b;
@@ -125,12 +133,12 @@ static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i
                     job_a.to += size, job_a.done = job_a.work = 0, *job++ = &job_a;
                 }
                 multiply_panels(g->pieces, blocks, panels_of_a + i / BLOCK_LINES * size, panel, gemm_min(rows - i, BLOCK_LINES), columns,
-                                c + i * c_row + j - j0, c_row, accumulate, jobs);
+                                sums_at + i * c_row, c_row, accumulate, jobs);
                 pack_rest(&job_a);
             }
             pack_rest(&job_b);
             if (last && g->is_narrow[2])
-                round_rows(c + j - j0, c_row, (bfloat16 *)result + row0 * sc.row + j, sc.row, rows, columns);
+                round_rows(sums_at, c_row, (bfloat16 *)result + row0 * sc.row + j, sc.row, rows, columns);
             if (last && g->epilogue && (end == j1 || (end - done) * rows >= 32768)) {
                 g->epilogue(g->user, batch, row0, row0 + rows, done, end);
                 done = end;
@@ -142,7 +150,7 @@ static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i
 /* Compute rows and columns of one product, as low_columns does. Sums of a narrow result stay in a cache. */
 static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
                        char *scratch) {
-    const int64_t step = g->is_narrow[2] ? COLUMNS_TOGETHER : j1 - j0;
+    const int64_t step = g->is_narrow[2] && g->k > PANEL_TERMS ? columns_of_sums(g) : j1 - j0;
     for (int64_t j = j0; j < j1; j += step) low_columns(g, batch, i0, i1, j, gemm_min(j + step, j1), scratch);
 }
 

@@ -31,6 +31,8 @@ static void pack_lines(const PackJob *x, const char *from, int64_t lines, int64_
         }
 }
 
+enum { ROWS_TOGETHER = 256 };
+
 static inline void begin_tiles(void) {}
 static inline void end_tiles(void) {}
 
