@@ -148,14 +148,17 @@ def add_up(op: Emitter, shape: Value, where: Value, dy: Value, axis: int = 0) ->
 
 
 def add_rows(op: Emitter, shape: Value, rows: Value, dy: Value, x: Value) -> Value:
-    """Add rows of `dy`, by their numbers in `rows`, into zeros of a shape.
+    """Add rows of `dy`, by their numbers in `rows`, into zeros of a shape, of the rank of `x`.
 
-    ScatterElements adds in order. ONNX Runtime's ScatterND splits rows among threads on CPUs, and loses some of those
-    that have the same number.
+    ONNX Runtime's ScatterND splits rows among the threads of CPUs, and loses some of those with one number
+    (https://github.com/microsoft/onnxruntime/issues/23396). ScatterElements adds in order, along one axis fastest.
     """
-    updates = op.Reshape(dy, op.Concat(op.constant(np.array([-1])), op.Slice(shape, [1], [rank(x)]), axis=0))
-    where = op.Reshape(op.cast(rows, ir.DataType.INT64), [-1, *[1] * (rank(x) - 1)])
-    return add_up(op, shape, op.Expand(where, op.Shape(updates)), updates, axis=0)
+    where = op.cast(op.Reshape(rows, [-1, 1]), ir.DataType.INT64)
+    if rank(x) > 1:
+        width = op.ReduceProd(op.Slice(shape, [1], [rank(x)]), keepdims=0)
+        where = op.Add(op.Mul(where, width), op.Range(0, width, 1))
+    total = add_up(op, op.ReduceProd(shape, keepdims=1), op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
+    return op.Reshape(total, shape)
 
 
 def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
