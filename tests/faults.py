@@ -252,6 +252,25 @@ proto = model(
 fault = refuses(runtime, proto, x=np.zeros(4, np.float16), i=np.zeros(2, np.int64), u=np.ones(2, np.float16))
 """,
     ),
+    "ScatterND-threads": Fault(
+        "ScatterND that adds",
+        "onnxruntime",
+        "1.16.3",
+        "splits rows among the threads of a CPU, and loses some of those with one number (issue 23396)",
+        ("passes/gradients/rules/shape.py",),
+        """
+import onnxruntime
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = 2
+proto = model(
+    "(float[1,1] x, int64[n,1] i, float[n,1] u) => (float[1,1] y) "
+    '{ y = ScatterND<reduction="add">(x, i, u) }'
+)
+threads = onnxruntime.InferenceSession(proto.SerializeToString(), options)
+feeds = dict(x=np.zeros((1, 1), np.float32), i=np.zeros((400_000, 1), np.int64), u=np.ones((400_000, 1), np.float32))
+fault = any(threads.run(None, feeds)[0] != 400_000 for _ in range(300))  # about one in two
+""",
+    ),
     "Cos-float64": Fault(
         "Cos of float64",
         "onnxruntime-training",

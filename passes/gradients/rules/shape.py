@@ -150,8 +150,8 @@ def add_up(op: Emitter, shape: Value, where: Value, dy: Value, axis: int = 0) ->
 def add_rows(op: Emitter, shape: Value, rows: Value, dy: Value, x: Value) -> Value:
     """Add rows of `dy`, by their numbers in `rows`, into zeros of a shape, of the rank of `x`.
 
-    ONNX Runtime's ScatterND splits rows among the threads of CPUs, and loses some of those with one number
-    (https://github.com/microsoft/onnxruntime/issues/23396). ScatterElements adds in order, along one axis fastest.
+    ONNX Runtime's ScatterND loses rows on several threads (tests/faults.py: ScatterND-threads). ScatterElements adds in
+    order, along one axis fastest.
     """
     where = op.cast(op.Reshape(rows, [-1, 1]), ir.DataType.INT64)
     if rank(x) > 1:
