@@ -221,6 +221,30 @@ def test_thirds_of_one_projection_are_read_and_written_where_they_lie(cut, rows)
         assert_near(found["y"].swapaxes(1, 2), of_torch(of_heads, 0.25, 0)["y"].astype(np.float32), "y", layers=LAYERS)
 
 
+OTHERS = {  # what else reads thirds or their gradients
+    "a bias of values": PROJECTED.replace(" x)", " x, float[48] bias)", 1).replace(
+        "CUT", "q1, k1, v0 = Split<axis = 2>(p1, widths) v1 = Add(v0, bias)"
+    ),
+    "a second attention": PROJECTED.replace("CUT", CUTS["Split"]).replace(
+        "o = MatMul(a, v)",
+        "o0 = MatMul(a, v) b1 = Mul(q, two) p2 = MatMul(b1, k) a2 = Softmax(p2) o2 = MatMul(a2, v) o = Mul(o0, o2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_thirds_may_have_other_readers(others):
+    shapes = {"x": (2, 40, 144), **({"bias": (48,)} if "bias" in others else {})}
+    graph = load(graphopt.grad(model(OTHERS[others]), [*shapes], seeded=True))
+    assert plan(graph, PLAIN).counts["attention"] == (2 if "bias" in others else 4)
+    feeds = numbers(shapes | {"y.seed": (2, 40, 3, 16)})
+    lowered, device = lower_to_kernels(graph, PLAIN, 1), Device("cpu", threads=1, native=False)
+    expected = Session(device, graph).compute_arrays(feeds)
+    found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    for name in expected:
+        assert_near(found[name], expected[name], name, layers=LAYERS)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("low", [LOWEST, -1e9, -np.inf])
 @pytest.mark.parametrize("rows", [129, 300])

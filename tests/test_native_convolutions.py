@@ -333,6 +333,17 @@ def test_products_summed_over_a_batch_are_one_convolution():
     assert plan(summed(ALONE), ["kernels"]).counts["convolutions"] == 0
 
 
+@pytest.mark.parametrize("is_state", [False, True])
+def test_only_a_constant_kernel_unfolds(is_state):
+    """A layer may begin with ones, which training changes."""
+    graph = f"""g (float[2,3,4,1] x, {"float[3,1,1,1] w," if is_state else ""} float[2,5,4,1] g) => (float[2,1,5,3] y)
+    <int64[4] s = {{2, 1, 3, 4}}, int64[4] t = {{2, 1, 5, 4}}> {{
+        c = Conv<group = 3>(x, w) u = Reshape(c, s) v = Transpose<perm = [0,1,3,2]>(u) d = Reshape(g, t)
+        y = MatMul(d, v) }}"""
+    counts = plan(load(model(graph, w=np.ones((3, 1, 1, 1)))), PLAIN[:1]).counts
+    assert counts == ({"products": 1, "convolutions": 1} if is_state else {"convolutions": 1})
+
+
 @pytest.mark.parametrize("name", STAYS)
 def test_what_the_runtime_does_better_stays(name):
     proto = model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -285,6 +286,24 @@ def test_a_geometry_out_of_range_is_left_to_the_runtime(op_type, attributes):
         w=np.ones((8, 8, 3, 3)),
     )
     assert plan(ir.from_proto(proto)).counts["convolutions"] == 0
+
+
+@pytest.mark.parametrize(("group", "taps"), [(1, 40_000), (900_000_000, 1), (0, 40_000)])
+def test_a_kernel_that_unfolds_no_windows_costs_no_memory(group, taps):
+    """A kernel that unfolds has as many numbers as one that is made to compare with it; others are smaller."""
+    proto = model(
+        f"""g (float[2,1,{taps + 1},1] x, float[2,3,2,1] dy) => (float[2,1,3,1] y)
+        <int64[4] s = {{2, 1, 1, 2}}, int64[4] t = {{2, 1, 3, 2}}> {{
+            c = Conv<group = {group}>(x, w) u = Reshape(c, s) v = Transpose<perm = [0,1,3,2]>(u) d = Reshape(dy, t)
+            y = MatMul(d, v) }}""",
+        w=np.ones((min(group, 1), 1, taps, 1)),
+    )
+    tracemalloc.start()
+    try:
+        plan(ir.from_proto(proto))
+        assert tracemalloc.get_traced_memory()[1] < 10**8
+    finally:
+        tracemalloc.stop()
 
 
 def changed(proto, rng):

@@ -403,7 +403,7 @@ def _kernels(found: _Attention) -> list[Replacement]:
         _stored(v),
         _stored(dy),
     )
-    cut, whole = -1, whole_of([q, k, v])
+    cut, whole = -1, whole_of([q, k, v], f"{product.outputs[0].name}/heads")
     if whole is not None:
         q = k = v = whole
         cut = rank - 2

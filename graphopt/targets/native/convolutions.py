@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.sizes import has_sizes, sizes_of
-from graphopt.graph.values import constant_of, dims_of
+from graphopt.graph.values import dims_of, fixed
 from graphopt.graph.windows import Window, pad_mode, window_of
 from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import FEW_FILTERS, Item, Kernel, Replacement
@@ -57,7 +57,7 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     form = [
         *(rank_of(x), rank_of(w), len(axes_y), axes, axes_x, axes_w, axes_y),
         *(window.strides, window.dilations, window.begin, end, more),
-        *(attributes["group"], int(is_transposed), int(bias is not None), int(relu)),
+        *(attributes["group"], int(is_transposed), int(bias is not None), int(relu), 0),
     ]
     return Kernel.calling("convolution", form, [x, w, bias], nodes[-1].outputs), nodes
 
@@ -75,17 +75,20 @@ def example_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | No
     if dy is None or unfold is None or unfold.op_type != "Conv" or unfold.domain or len(unfold.inputs) != 2:
         return None
     x, w = map(given, unfold.inputs)
-    kernels, attributes = constant_of(w), forms.attributes_of(unfold)
+    kernels, attributes = fixed(w), forms.attributes_of(unfold)
     if kernels is None or attributes is None or pad_mode(unfold) != "NOTSET" or x.dtype != ir.DataType.FLOAT:
         return None
     taps, groups, axes = kernels.shape[2:], attributes["group"], kernels.ndim - 2
-    unfolding = np.tile(np.eye(math.prod(taps)).reshape(-1, 1, *taps), (groups, *[1] * (axes + 1)))
-    window, _ = _window(unfold)
-    if not np.array_equal(kernels, unfolding) or rank_of(dy) != axes + 2 or not _is_small(window, taps) or axes > 3:
+    each, (window, _) = math.prod(taps), _window(unfold)
+    if groups < 1 or kernels.shape != (groups * each, 1, *taps):
+        return None
+    if not (kernels.reshape(groups, each, each) == np.eye(each, dtype=np.float32)).all():
+        return None
+    if rank_of(dy) != axes + 2 or not _is_small(window, taps) or axes > 3:
         return None
     space = [*range(2, axes + 2)]
     form: list[Item] = [axes + 2, axes + 2, axes + 2, axes, [1, 0, *space], [1, 0, *space], [1, 0, *space]]
-    form += [window.dilations, window.strides, window.begin, window.end, list(taps), 0, 0, 0, 0]
+    form += [window.dilations, window.strides, window.begin, window.end, list(taps), 1, 0, 0, 0, 1]
     return Kernel.calling("convolution", form, [x, dy], node.outputs), [node]
 
 
@@ -129,7 +132,7 @@ def _sum_of_products(node: ir.Node, attributes: Attributes, forms: NodeForms) ->
     once, none = [1], [0]
     axes_y = [-1, 1, 0] if attributes["keepdims"] else [1, 0]
     form_: list[Item] = [3, 3, len(axes_y), 1, axes_x, axes_w, axes_y, once, once, none, none, none]
-    form_ += [1, 0, 0, 0]  # a group; neither transposed nor with a bias or a Relu
+    form_ += [1, 0, 0, 0, 0]  # a group; neither transposed, nor with a bias or a Relu, nor by each example
     return Kernel.calling("convolution", form_, [x, w], node.outputs), [product, node]
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.sizes import has_sizes, sizes_of
-from graphopt.graph.values import constant_of, dims_of, given, like, swap
+from graphopt.graph.values import dims_of, fixed, given, like, swap
 from graphopt.targets.native.products import only_reader
 
 
-def whole_of(thirds: Sequence[ir.Value]) -> ir.Value | None:
+def whole_of(thirds: Sequence[ir.Value], name: str) -> ir.Value | None:
     """Return a tensor [..., 3 H, D] whose thirds are three values [..., H, D]; None if they are no such thirds.
 
-    A new Reshape makes it of the projection [..., 3 H D] that they were cut from.
+    A new Reshape makes it, with a new name, of the projection [..., 3 H D] that they were cut from.
     """
     projection = _projection_of(thirds[0], 0)
     if projection is None or any(_projection_of(x, number) is not projection for number, x in enumerate(thirds)):
@@ -23,7 +23,7 @@ def whole_of(thirds: Sequence[ir.Value]) -> ir.Value | None:
     node, view = projection.producer(), thirds[0].producer()
     if node is None or view is None or node.graph is not view.graph or not all(_alike(x, thirds) for x in thirds):
         return None
-    whole = _whole(thirds[0], f"{projection.name}/heads")
+    whole = _whole(thirds[0], name)
     return _reshape(projection, whole, [*[0] * (len(dims_of(whole)) - 2), *dims_of(whole)[-2:]], node)
 
 
@@ -39,6 +39,8 @@ def joined(thirds: Sequence[ir.Value]) -> tuple[ir.Value, list[ir.Node]] | None:
     parts = [node.outputs[0] for node in nodes]
     concat = only_reader(parts[0])
     if concat is None or concat.op_type != "Concat" or concat.domain or [*concat.inputs] != parts:
+        return None
+    if any(only_reader(part) is not concat for part in parts):
         return None
     y = concat.outputs[0]
     axis = concat.attributes["axis"].as_int()
@@ -67,7 +69,7 @@ def _projection_of(x: ir.Value, number: int) -> ir.Value | None:
         attribute = node.attributes.get("axis")
         axis, sizes = attribute.as_int() if attribute else 0, [sizes_of(y)[-1] for y in node.outputs if has_sizes(y)]
         return whole if axis in (-1, last) and sizes == 3 * [width] and node.outputs[number] is part else None
-    numbers = [None if v is None else constant_of(v) for v in node.inputs[1:]]
+    numbers = [fixed(v) for v in node.inputs[1:]]
     if node.op_type != "Slice" or len(numbers) < 3 or any(v is None or v.size != 1 for v in numbers):
         return None
     start, _, axis, *step = (int(v.item()) for v in numbers if v is not None)

@@ -47,7 +47,9 @@ def layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None
 
 
 def centered(first: int) -> Form:
-    """Return the form of a normalization, over the axes from one on unless its `axis` says which, after the mean.
+    """Return the form of a normalization of what is left after the mean is subtracted.
+
+    It is over the axes from its attribute `axis` on, or from axis `first` on if it has none.
 
     Kernels of ONNX Runtime's CPU provider up to 1.26, and of its WebGPU provider, compute the variance as a difference
     of means, which is wrong where numbers are far from 0.

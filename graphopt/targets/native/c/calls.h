@@ -21,14 +21,15 @@ typedef struct {
 } ProductForm;
 
 /* This is what the graph says of a convolution. The axes of x and y are images, channels and space, those of w are
- * filters, channels and space. 0 groups stand for gradients of a kernel by each example: channels are examples, which are
- * not added, `more` has the sizes of the kernel, and y is stored as [examples, 1, filters, images and space]. */
+ * filters, channels and space. Gradients of a kernel by `each` example have examples as channels, which are not added, and
+ * the sizes of the kernel in `more`, and y is stored as [examples, 1, filters, images and space]. */
 typedef struct {
     int rank_x, rank_w, rank_y, axes;
     signed char x[5], w[5]; /* the stored axis of each axis, or -1 if it has size 1 */
     signed char y[5];       /* the axis of each stored axis, or -1 */
-    int strides[3], dilations[3], begin[3], end[3], more[3], groups;
-    int transposed, biased, relu;
+    int strides[3], dilations[3], begin[3], end[3];
+    int more[3]; /* output padding */
+    int groups, transposed, biased, relu, each;
 } ConvolutionForm;
 
 /* What a step does to the scores of attention: multiply them by a number, add a tensor, or keep or drop those where a

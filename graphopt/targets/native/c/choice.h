@@ -11,6 +11,7 @@
 #include "grouped.h"
 #include "matrix.h"
 #include "ort.h"
+#include "pairs.h"
 #include "pointwise.h"
 #include "rates.h"
 #include "resources.h"
@@ -70,7 +71,7 @@ enum { LEAST_MOVED = 1 << 20 }; /* results, or their transposes, that no near ca
 /* Pairs of channels multiply as fast as tiles where an instruction multiplies pairs, and copies have half the elements.
  * To pack filters for one panel of places, or to transpose results in memory, takes longer than unfolded.h in float32. */
 static int paired_fits(const Convolution *u) {
-#if defined(GEMM_HAS_PAIRS) && !defined(GEMM_HAS_TILES)
+#ifdef GEMM_HAS_PAIRS
     const int is_near = u->w_filter < MOST_STRIDE && u->steps[2] < MOST_STRIDE;
     const int64_t rows = u->images * product_of(u->places);
     const int is_moved = unfolds(u) && (rows <= WIDTH || u->filters * rows > LEAST_MOVED);

@@ -61,8 +61,8 @@ static OrtStatus *read_operand(Context *context, size_t index, const float **dat
 /* Compute the output of the operator from its first two inputs, and add its third input, a bias. */
 OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     int64_t stored_y[5], steps[5], x[5], w[5], y[5] = {1, 1, 1, 1, 1}, x_steps[5], w_steps[5], y_steps[5] = {0};
-    const int each = form->groups == 0; /* an image of x with a filter of its own for each of its channels */
-    Convolution u = {.relu = form->relu, .groups = each ? 1 : form->groups};
+    const int each = form->each; /* an image of x with a filter of its own for each of its channels */
+    Convolution u = {.relu = form->relu, .groups = form->groups};
     CHECK(read_operand(context, 0, &u.x, form->rank_x, form->x, x, x_steps));
     CHECK(read_operand(context, 1, &u.w, form->rank_w, form->w, w, w_steps));
     const int axes = form->axes, missing = 3 - axes;

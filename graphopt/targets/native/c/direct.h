@@ -12,6 +12,7 @@
  * As in gemm.h, each sum is always added up in one order.
  */
 #pragma once
+#include "bfloat16.h"
 #include "float32.h"
 #include "geometry.h"
 #include "matrix.h"
@@ -30,7 +31,7 @@ enum {
 typedef struct {
     const Convolution *u;
     int is_paired;                  /* whether elements are pairs of channels, each of which counts as one channel here */
-    int64_t all;                    /* channels */
+    int64_t depth;                  /* channels, or pairs of them */
     int64_t first, channels, terms; /* of a block of channels */
     int64_t panels, panel, row;     /* of filters; the elements of one, and of a row of sums */
     int64_t slices, tasks;          /* of channels to pack apart, of places */
@@ -47,9 +48,9 @@ typedef struct {
     int64_t terms, const char *a, int64_t a_row, int64_t ahead, const int64_t *rows_at, const int64_t *terms_at,       \
         const float *b, float *c, int64_t c_row, int accumulate
 
-/* Add terms to mr rows of `vectors` vectors of sums; terms are `paired` or not. Row i of a term lies at a + terms_at[term] + i * a_row, or, if
- * `anywhere`, at a + terms_at[term] + rows_at[i]. What lies `ahead` of the rows is fetched into the cache. mr, vectors,
- * anywhere and paired are constants. */
+/* Add terms, which are `paired` or not, to mr rows of `vectors` vectors of sums. Row i of a term lies at a +
+ * terms_at[term] + i * a_row, or, if `anywhere`, at a + terms_at[term] + rows_at[i]. What lies `ahead` of the rows is
+ * fetched into the cache. mr, vectors, anywhere and paired are constants. */
 GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, int paired, TILE_OPERANDS) {
     Lanes sums[GEMM_MR][2] = {{{0}}};
     int64_t a_row3 = 3 * a_row;
@@ -65,8 +66,8 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, int paired, TILE_O
             from = anywhere ? a0 + rows_at[i] : i % 5 == 3 ? from + a_row3 : from + i % 5 * a_row;
             const float x = *(const float *)from;
             if (paired) {
-                sums[i][0] = add_pairs_of(sums[i][0], x, b0);
-                if (vectors > 1) sums[i][1] = add_pairs_of(sums[i][1], x, b1);
+                sums[i][0] = add_dot_products(sums[i][0], x, b0);
+                if (vectors > 1) sums[i][1] = add_dot_products(sums[i][1], x, b1);
                 continue;
             }
             sums[i][0] += x * b0;
@@ -112,10 +113,10 @@ static void pack_panel(void *user, size_t index) {
     float *to = d->w + panel * d->panel + (first - d->first) * taps * row;
     const int is_line = joined && (channels == 1 || u->w_channel == taps);
     if (d->is_paired) {
-        const int64_t half = d->all * u->w_channel, whole = first + channels + d->all <= u->channels && taps > 1;
+        const int64_t half = d->depth * u->w_channel, whole = first + channels + d->depth <= u->channels && taps > 1;
         if (is_line && whole) pack_pairs(w, w + half, channels * taps, many, u->w_filter, row, to);
         for (int64_t c = 0; !(is_line && whole) && c < channels; c++, w += u->w_channel) {
-            const float *second = first + c + d->all < u->channels ? w + half : NULL;
+            const float *second = first + c + d->depth < u->channels ? w + half : NULL;
             int64_t at[4] = {0};
             if (joined && taps >= LEAST_TURNED) pack_pairs(w, second, taps, many, u->w_filter, row, to + c * taps * row);
             for (int64_t t = 0; !(joined && taps >= LEAST_TURNED) && t < taps; t++, advance(u->taps, at)) {
@@ -172,7 +173,7 @@ static void copy_region(const Direct *d, const float *x, const int64_t from[3], 
         for (int64_t i = low[0]; i < high[0]; i++) {
             const float *line = x + (from[0] + i) * u->steps[0] + (from[1] + low[1]) * u->steps[1];
             float *copy = to + i * d->steps[0] + low[1] * d->steps[1];
-            const float *second = d->first + c + d->all < u->channels ? line + d->all * u->x_channel : NULL;
+            const float *second = d->first + c + d->depth < u->channels ? line + d->depth * u->x_channel : NULL;
             for (int64_t j = low[1]; j < high[1]; j++, line += u->steps[1], copy += d->steps[1])
                 if (d->is_paired) {
                     copy_pairs(line, second, step, length, 1, 0, (int32_t *)copy);
@@ -346,17 +347,17 @@ static Direct plan_direct(const Convolution *u, int is_paired) {
     const int anywhere = u->places[2] < SHORT_LINE || taps > product_of(u->places);
     const double work = 2.0 * (double)(rows * u->groups) * (double)(u->filters * u->channels * taps);
     const int64_t threads = work > 1e6 ? thread_count : 1;
-    const int64_t all = is_paired ? (u->channels + 1) / 2 : u->channels;
-    Direct d = {.u = u, .is_paired = is_paired, .all = all, .channels = all, .parts = 1, .row = upto(u->filters, LANES), .anywhere = anywhere};
+    const int64_t depth = is_paired ? (u->channels + 1) / 2 : u->channels;
+    Direct d = {.u = u, .is_paired = is_paired, .depth = depth, .channels = depth, .parts = 1, .row = upto(u->filters, LANES), .anywhere = anywhere};
     d.panels = gemm_parts(u->filters, WIDTH);
     find_reach(&d);
     int64_t many[3] = {anywhere ? u->places[0] : 1, u->places[1], u->places[2]}; /* places that a copy is for */
     if (anywhere) {
-        d.channels = gemm_min(all, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
+        d.channels = gemm_min(depth, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
         d.sums = (rows + LANES) * d.row;
         d.tasks = gemm_min(threads, u->groups * gemm_parts(rows, GEMM_MR));
     } else {
-        const int64_t elements = u->place_moves[1] * u->place_moves[2] * d.reach[0] * all + d.row;
+        const int64_t elements = u->place_moves[1] * u->place_moves[2] * d.reach[0] * depth + d.row;
         d.cut = many[1] > 1 ? 1 : 2;
         d.parts = gemm_parts(many[1] * many[2] * elements, PART);
         if (planes * d.parts < threads) d.parts = gemm_parts(threads, planes);
@@ -386,12 +387,12 @@ static void compute_direct(Context *context, const Convolution *u, int is_paired
     d.terms_at = (int64_t *)(d.c + d.of_sums), d.rows_at = d.terms_at + d.terms;
     find_places(&d, d.listed - d.terms);
     do {
-        d.channels = gemm_min(d.channels, d.all - d.first), d.terms = d.channels * taps;
+        d.channels = gemm_min(d.channels, d.depth - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);
         share_tasks(context, d.tasks, &d, pack_panel, u->groups * d.panels * d.slices);
         if (d.anywhere) share_tasks(context, d.tasks, &d, copy_image, u->groups * u->images);
         share_tasks(context, d.tasks, &d, d.anywhere ? convolve_places : convolve_parts, d.tasks);
-    } while ((d.first += d.channels) < d.all);
+    } while ((d.first += d.channels) < d.depth);
     if (d.anywhere) share_tasks(context, d.tasks, &d, store_places, d.tasks);
 }
 

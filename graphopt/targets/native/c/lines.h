@@ -26,8 +26,8 @@ enum { HAS_BFLOAT16 = 1 };
 
 static inline int64_t size_of(int is_narrow) { return is_narrow ? sizeof(bfloat16) : sizeof(float); }
 
-/* A panel of an operand to pack, a tile at a time. The work for it grows by 2 with each block that is multiplied, and a
- * tile takes `price`. */
+/* A panel of an operand to pack, a tile at a time. With AMX and on ARM, the work for it grows by 2 with each block that
+ * is multiplied, and a tile takes `price`; with AVX-512 alone, it is packed as a whole, and work and price are not read. */
 typedef struct PackJob {
     const char *from;
     int is_narrow; /* an array of bfloat16, not of float */

@@ -4,6 +4,7 @@
 #include "bfloat16.h"
 #include "calls.h"
 #include "gemm.h"
+#include "lines.h"
 #include "matrix.h"
 #include "ort.h"
 #include <math.h>

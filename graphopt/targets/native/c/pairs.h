@@ -10,7 +10,12 @@ enum {
     LEAST_TURNED = 4,      /* terms of a filter that are packed by transposing them */
 };
 
-#ifdef GEMM_HAS_PAIRS
+#if defined(GEMM_HAS_PAIRS) || defined(GEMM_HAS_TILES)
+/* Add the products of a pair and of 16 pairs to 16 sums. */
+GEMM_INLINE Lanes add_dot_products(Lanes sums, float pair, Lanes pairs) {
+    return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_ps(pair), (__m512bh)pairs);
+}
+
 /* Load every other of some elements, up to 16 of them: the processor gathers more slowly. */
 GEMM_INLINE __m512 load_every_other(const float *from, int64_t many) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -56,7 +61,7 @@ static void pack_pairs(const float *first, const float *second, int64_t depth, i
         }
 }
 #else /* none of this is called */
-GEMM_INLINE Lanes add_pairs_of(Lanes sums, float pair, Lanes pairs) { return (void)pair, (void)pairs, sums; }
+GEMM_INLINE Lanes add_dot_products(Lanes sums, float pair, Lanes pairs) { return (void)pair, (void)pairs, sums; }
 GEMM_INLINE void copy_pairs(const float *first, const float *second, int64_t stride, int64_t count, int pieces, int64_t piece, int32_t *to) {
     (void)first, (void)second, (void)stride, (void)count, (void)pieces, (void)piece, (void)to;
 }
