@@ -63,13 +63,13 @@ MUTANTS = [
     ),
     *of(  # the second of the last pair, of an odd number of channels
         *("direct.h", ("medium",), "convolutions", "bfloat16 and paired"),
-        "d->first + c + d->all < u->channels ? line",
-        "d->first + c + d->all <= u->channels ? line",
+        "d->first + c + d->depth < u->channels ? line",
+        "d->first + c + d->depth <= u->channels ? line",
     ),
     *of(  # filters of the second half of channels
         *("direct.h", ("medium",), "convolutions", "bfloat16 and paired"),
-        "half = d->all * u->w_channel",
-        "half = (d->all - 1) * u->w_channel",
+        "half = d->depth * u->w_channel",
+        "half = (d->depth - 1) * u->w_channel",
     ),
     *of(  # a pair of terms of filters
         *("pairs.h", ("medium",), "convolutions", "bfloat16 and paired"),
