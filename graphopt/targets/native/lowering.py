@@ -28,7 +28,7 @@ from graphopt.targets.native.cache import cache_folder, own_version, read_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel, example_gradient_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
-from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs, last_cache_bytes
+from graphopt.targets.native.kernels import cluster_kernel, has_large_state, last_cache_bytes
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, parts_for, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.normalizations import write_out_normalizations
@@ -251,7 +251,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         result.check = add_state_check(model, forms)
     if {"kernels", "scans"} <= lowerings:
         move_into_bodies(model.graph, forms)
-    is_large = has_large_outputs(model.graph)
+    is_large = has_large_state(model)
     loops = bodies(model.graph) if "scans" in lowerings else []
     for body in loops:
         note_rows(body, forms)
