@@ -14,6 +14,10 @@ from graphopt import cli
 from graphopt.cli import doctor
 from graphopt.errors import GraphoptError
 from graphopt.targets.native import toolchain
+from graphopt.targets.native.cache import write_cached
+from graphopt.targets.native.rates import rates_file
+
+COMPILER = toolchain.compiler  # before tests pretend that there is none
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,18 @@ def pretend(folder: Path, name: str, version: str, module: str) -> None:
     place.mkdir(parents=True)
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (place / "top_level.txt").write_text(f"{module}\n")
+
+
+@pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+def test_measured_rates_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "compiler", COMPILER)
+    monkeypatch.setattr(toolchain, "macros", lambda: {"__x86_64__"})
+    monkeypatch.setattr(doctor, "_LOOKS", (doctor._compiler,))
+    assert cli.main(["doctor"]) == 0 and "rates" not in told(capsys)
+    file = write_cached(rates_file(), b"[1.5e-10, 1.77e-11, 8.5e-12, 3e-9]")
+    assert cli.main(["doctor"]) == 0
+    line = told(capsys)["rates"]
+    assert "17.7 ps a multiplication, 8.5 ps one of bfloat16 numbers, 150 ps a copy" in line and str(file) in line
 
 
 def test_an_environment_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:

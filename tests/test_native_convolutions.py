@@ -17,7 +17,7 @@ from graphopt.graph.loading import load
 from graphopt.graph.sizes import sizes_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
-from graphopt.targets.native import library, lowering, toolchain
+from graphopt.targets.native import lowering, toolchain
 from graphopt.targets.native.lowering import lower_to_kernels, plan
 from graphopt.targets.native.precision import obstacle
 from graphopt.targets.native.rates import measured_rates
@@ -311,9 +311,8 @@ def test_rates_of_a_machine_choose_the_algorithm(tile, is_low, monkeypatch, cach
 @pytest.mark.slow
 def test_rates_are_measured_once(cache, parts):
     """Those of this machine: bfloat16 numbers multiply faster than float32 where a precision uses them."""
-    code = library.parts_for({"Conv"}, is_low=True)
-    copy, multiplication, tile, start = found = measured_rates(code)
-    assert measured_rates(code) == found
+    copy, multiplication, tile, start = found = measured_rates()
+    assert measured_rates() == found
     assert all(1e-14 < rate < 1e-7 for rate in (copy, multiplication, tile)) and start > copy
     if obstacle("medium") is None:
         assert tile < multiplication

@@ -163,7 +163,14 @@ def test_state_is_stored_past_a_cache_that_does_not_keep_both_of_its_sets(monkey
     assert any("store_far" in text for text in code) == is_far
 
 
-@pytest.mark.parametrize("text", ["32768K\n", "", "many", None], ids=repr)
+def test_predictions_are_not_state():
+    """What calls the session reads them next, however large they are."""
+    graph = load(model("g (float[64,1048576] x) => (float[64,1048576] y) { a = Exp(x) y = Mul(a, x) }"))
+    (kernel,) = plan(graph).kernels
+    assert "store_far" not in kernel.code
+
+
+@pytest.mark.parametrize("text", ["32768K\n", "0K\n", "", "many", None], ids=repr)
 def test_the_size_of_the_last_cache(monkeypatch, tmp_path, text):
     path = tmp_path / "size"
     if text is not None:

@@ -24,6 +24,7 @@ from graphopt.runtime.executor import Executor
 from graphopt.targets.native import toolchain
 from graphopt.targets.native.cache import cache_folder
 from graphopt.targets.native.precision import UNITS, obstacle
+from graphopt.targets.native.rates import kept_rates, rates_file
 
 DOCTOR = "doctor"
 OWN = "graphopt"
@@ -142,6 +143,11 @@ def _compiler() -> Iterator[_Line]:
         yield _Line("compiler", f"{' '.join(command)} compiles nothing", "install gcc or clang, or unset CC")
     else:
         yield _Line("compiler", " ".join(command))
+        rates = kept_rates()
+        if rates is not None:
+            copy, product, low = (f"{1e12 * rate:.3g} ps" for rate in rates[:3])
+            text = f"{product} a multiplication, {low} one of bfloat16 numbers, {copy} a copy of a number"
+            yield _Line("rates", f"{text}: to measure anew, delete {cache_folder() / rates_file()}")
         for precision in UNITS:
             reason = obstacle(precision)
             yield _Line("processor", f"matmul_precision={precision}: {reason or 'has the instructions'}")

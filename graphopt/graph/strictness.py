@@ -79,8 +79,8 @@ def is_strict() -> bool:
     return bool(_blocks) and _blocks[-1].checks
 
 
-def is_due(digest: str) -> bool:
-    """Return whether promises are checked and what is remembered by a digest has not been compared in this block."""
+def compares_now(digest: str) -> bool:
+    """Return whether to compare what is remembered by a digest: once in a block that checks, which notes it."""
     is_new = is_strict() and digest not in _blocks[-1].compared
     if is_new:
         _blocks[-1].compared.add(digest)

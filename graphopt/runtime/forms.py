@@ -188,8 +188,8 @@ class StepSessions:
     def _lowered(self) -> Lowered | None:
         """Return the graph with its kernels, from the cache or made now."""
         threads, precision = self.device.threads, self.device.product_precision
-        in_place = self.options.in_place
-        return lower_to_kernels(self._model, threads=threads, in_place=in_place, precision=precision)
+        in_place, measures = self.options.in_place, not self.device.deterministic
+        return lower_to_kernels(self._model, threads=threads, in_place=in_place, precision=precision, measures=measures)
 
     def _kept(self) -> Lowered | None:
         """Return the graph with its kernels, if the cache has them."""

@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError, cause, kind_of, unknown
 from graphopt.fields import check_options
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import skeleton
-from graphopt.graph.strictness import check_remembered, is_due
+from graphopt.graph.strictness import check_remembered, compares_now
 from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.targets.native.cache import own_version, read_model, write_cached
 from graphopt.targets.native.lowering import Kernels
@@ -69,7 +69,7 @@ class Target(Checked):
         kept = None
         with contextlib.suppress(GraphoptError, OSError):
             kept = read_model(f"{digest}.onnx", weights, _ROOM)
-        if kept is not None and not is_due(digest):
+        if kept is not None and not compares_now(digest):
             return kept
         try:
             model = self.pipeline.rewrite(step.clone())

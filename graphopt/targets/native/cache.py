@@ -5,11 +5,13 @@ What lowered graphs depend on, in addition to the graphs, is `own_version`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -72,6 +74,21 @@ def write_cached(name: str, content: bytes, room: str = "native", mode: int = 0o
         with replacing(target, mode) as temporary:
             write_durably(temporary, data)
     return path
+
+
+def write_first(name: str, content: bytes, room: str = "native") -> Path:
+    """Write a file as `write_cached` does, unless the cache has it; of processes that write it at once, the first does.
+
+    A damaged file is replaced.
+    """
+    path = cache_folder(room) / name
+    if read_cached(name, room) is None and path.with_name(name + SUM).exists():
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as work:
+        write_durably(Path(work, name), content)
+        os.link(Path(work, name), path)
+    first = read_regular(path)
+    return write_cached(name, content if first is None else first, room)
 
 
 def read_model(name: str, weights: Mapping[str, ir.TensorProtocol], room: str = "native") -> ir.Model | None:

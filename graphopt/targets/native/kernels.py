@@ -9,7 +9,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from graphopt.graph.roles import Role, with_role
 from graphopt.graph.sizes import Size, has_sizes, sizes_of
+from graphopt.graph.values import dtype_of, is_floating
 from graphopt.targets.native.channels import ChannelLoops
 from graphopt.targets.native.clusters import Cluster
 from graphopt.targets.native.lanes import LaneLoops
@@ -28,23 +30,24 @@ _MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 def last_cache_bytes() -> int:
     """Return the size of the cache that a processor shares with others."""
     with contextlib.suppress(OSError, ValueError):
-        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) * 1024
+        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) * 1024 or _CACHE_BYTES  # 0 in some machines
     return _CACHE_BYTES
 
 
-def has_large_outputs(graph: ir.Graph) -> bool:
-    """Return whether no cache keeps a graph's outputs, such as the new state, until the next step.
+def has_large_state(model: ir.Model) -> bool:
+    """Return whether no cache keeps the new state until the next step.
 
-    It would have to keep what they replace, too: a step reads one set of state and writes another.
+    It would have to keep what it replaces, too: a step reads one set of state and writes another.
     """
-    return 2 * 4 * sum(elements_of(y) for y in graph.outputs if has_sizes(y)) >= last_cache_bytes()
+    state = [y for y in with_role(model, Role.NEXT) if is_floating(y) and has_sizes(y)]
+    return 2 * sum(elements_of(y) * dtype_of(y).itemsize for y in state) >= last_cache_bytes()
 
 
 def cluster_kernel(cluster: Cluster, *, is_large: bool = False) -> Kernel:
     """Return the kernel of a cluster. In its lines, `@` stands for the kernel's name.
 
     Args:
-        is_large: no cache keeps the graph's outputs until the next step.
+        is_large: no cache keeps the new state until the next step.
     """
     numbers = Numbers(cluster)
     fields = {x: f"in{i}" for i, x in enumerate(numbers.inputs)}

@@ -87,7 +87,7 @@ def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0, rates: Sequ
     Args:
         threads: the number of threads among which matrix products are split.
         pieces: how many bfloat16 numbers stand for a number of their operands; 0 keeps float32.
-        rates: the members of `Rates` in calls.h, measured on this machine; None for those of rates.h.
+        rates: the members of `Rates` in calls.h, measured on this machine; None, or none, for those of rates.h.
     """
     ordered = _unique(kernels)
     headers = dict.fromkeys(["ort.h", *(x.header for x in ordered if x.header != _CLUSTERS)])
@@ -97,7 +97,7 @@ def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0, rates: Sequ
     types = {x.name: [y.dtype.value for y in (*x.inputs, *x.outputs) if y.dtype is not None] for x in ordered}
     tables = "".join(f"static const unsigned char types_{name}[] = {braced(own)};\n" for name, own in types.items())
     entries = "".join(f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered)
-    measured = "NULL" if rates is None else f"&(Rates){{{', '.join(rate.hex() for rate in rates)}}}"
+    measured = "NULL" if not rates else f"&(Rates){{{', '.join(rate.hex() for rate in rates)}}}"
     products = f"    begin_products(base->GetApi(API_VERSION), {threads}, {pieces}, {measured});\n"
     begin = products if _CALLS in headers else ""
     begin += f"    scan_threads = {threads};\n" if "scan.h" in headers else ""

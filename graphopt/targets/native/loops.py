@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from graphopt.graph.roles import Role, role_of
 from graphopt.graph.sizes import sizes_of
 from graphopt.graph.values import dtype_of
 from graphopt.targets.native.numbers import (
@@ -103,7 +104,7 @@ class Loops:
     numbers: Numbers
     stages: Stages
     names: dict[ir.Value, str]  # the fields of the kernel's arguments that point to inputs and outputs
-    is_large: bool = False  # no cache keeps the graph's outputs
+    is_large: bool = False  # no cache keeps the new state
 
     element: ClassVar[str] = "j"  # in C, the place of an element in a row of an input or output
     left: ClassVar[str] = "j"  # and in a row that one loop leaves for the next
@@ -120,14 +121,14 @@ class Loops:
 
     @functools.cached_property
     def far(self) -> list[Store]:
-        """Return the outputs that nothing reads in this step, if no cache keeps the graph's outputs until the next."""
+        """Return the new state that nothing reads in this step, if no cache keeps all of it until the next."""
         if not self.is_large or self.numbers.rows or not self.has_blocks:
             return []
         return [store for store in self.numbers.stores_of(ELEMENT) if self._is_far(store.output)]
 
     def _is_far(self, y: ir.Value) -> bool:
         is_read = any(use.node not in self.numbers.cluster.nodes for use in y.uses())
-        return y.is_graph_output() and not is_read and y.dtype == ir.DataType.FLOAT
+        return role_of(y) is Role.NEXT and not is_read and y.dtype == ir.DataType.FLOAT
 
     def function(self) -> list[str]:
         """Return the function `body`; `@` stands for the kernel's name."""

@@ -20,7 +20,7 @@ from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew, is_inferred
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.storage import Weights, identity_of, skeleton
-from graphopt.graph.strictness import check_remembered, is_due
+from graphopt.graph.strictness import check_remembered, compares_now
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.attention import attention_kernels
@@ -28,14 +28,14 @@ from graphopt.targets.native.cache import cache_folder, own_version, read_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel, example_gradient_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
-from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs, last_cache_bytes
+from graphopt.targets.native.kernels import cluster_kernel, has_large_state, last_cache_bytes
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, parts_for, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.normalizations import write_out_normalizations
 from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
 from graphopt.targets.native.precision import chosen_precision, multiplies_bfloat16, pieces_for
 from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
-from graphopt.targets.native.rates import measured_rates
+from graphopt.targets.native.rates import kept_rates, measured_rates
 from graphopt.targets.native.rounding import write_out_rounding
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early
@@ -95,6 +95,7 @@ class KernelOptions:
     threads: int  # of a session
     in_place: bool  # let kernels write the new state over the old one
     pieces: int  # as `source` takes them
+    rates: tuple[float, ...] | None  # as `source` takes them; None: a convolution measures them; none: those of rates.h
 
 
 def lower_to_kernels(
@@ -104,6 +105,7 @@ def lower_to_kernels(
     *,
     in_place: bool = False,
     precision: str | None = None,
+    measures: bool = True,
 ) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
 
@@ -115,6 +117,7 @@ def lower_to_kernels(
         in_place: let kernels write the new state over the old one.
         precision: of matrix products and convolutions: `highest`, `high` or `medium`; by default, the environment's.
             Without instructions for it, it is `highest`.
+        measures: choose how to convolve bfloat16 numbers by rates that are measured on this machine, not by fixed ones.
 
     Raises:
         GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
@@ -122,10 +125,11 @@ def lower_to_kernels(
     if set(KERNEL_KINDS) <= set(without):
         return None
     pieces = pieces_for(chosen_precision(precision))
-    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces)
+    rates = kept_rates() if pieces and measures else ()
+    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces, rates)
     digest, weights = _digest_of(model, options)
     kept = _kept(digest, weights)
-    if kept is None or is_due(digest):
+    if kept is None or compares_now(digest):
         lowered = _lower_as(digest, model, options)
         if kept is not None:
             _check_kept(kept, lowered)
@@ -152,10 +156,11 @@ def likely_parts(model: ir.Model, pieces: int) -> list[str]:
 
 def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | None:
     """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there."""
-    options = KernelOptions((), threads, False, pieces_for(precision))
+    pieces = pieces_for(precision)
+    options = KernelOptions((), threads, False, pieces, kept_rates() if pieces else ())
     digest, weights = _digest_of(model, options)
     kept = _kept(digest, weights)
-    if kept is not None and is_due(digest):
+    if kept is not None and compares_now(digest):
         _check_kept(kept, _lower_as(digest, model, options))
     return kept
 
@@ -179,7 +184,7 @@ def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
 
 
 def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:
-    """Lower a graph as `lower_to_kernels` does, and keep it by a digest."""
+    """Lower a graph as `lower_to_kernels` does, and keep it by a digest, or by another one if rates are measured."""
     try:
         with Objects() as begun:
             if compiler() is not None:
@@ -192,8 +197,11 @@ def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered |
             kernels = [*result.kernels, *variants]
             shared_parts, own_objects = parts(kernels, options.pieces), objects(kernels, PROCESSORS)
             begun.add(own_objects)
-            rates = measured_rates(shared_parts, begun) if options.pieces and result.counts["convolutions"] else None
-            code = source(kernels, options.threads, options.pieces, rates)
+            convolves = result.counts["convolutions"] > 0
+            if convolves and options.rates is None:
+                options = replace(options, rates=measured_rates(begun))
+                digest, _ = _digest_of(model, options)
+            code = source(kernels, options.threads, options.pieces, options.rates if convolves else None)
             library = build(code, own_objects, shared_parts, begun)
         content, _ = skeleton(result.model)
         note = {"library": library.name, "check": result.check, "shared": shared}
@@ -243,7 +251,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         result.check = add_state_check(model, forms)
     if {"kernels", "scans"} <= lowerings:
         move_into_bodies(model.graph, forms)
-    is_large = has_large_outputs(model.graph)
+    is_large = has_large_state(model)
     loops = bodies(model.graph) if "scans" in lowerings else []
     for body in loops:
         note_rows(body, forms)

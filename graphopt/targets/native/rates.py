@@ -5,39 +5,50 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Sequence
 
-from graphopt.targets.native.cache import read_cached, write_cached
-from graphopt.targets.native.library import source
+from graphopt.targets.native.cache import read_cached, write_first
+from graphopt.targets.native.library import parts_for, source
 from graphopt.targets.native.toolchain import Objects, build, code_digest
 
 _MEMBERS = 4  # of `Rates` in calls.h
 
 
-def measured_rates(parts: Sequence[str], begun: Objects | None = None) -> tuple[float, ...] | None:
+def measured_rates(begun: Objects | None = None) -> tuple[float, ...] | None:
     """Return the members of `Rates` in calls.h, which are measured once on a machine and kept in the cache folder.
 
+    Of processes that measure at once, all return what the first one keeps.
+
     Args:
-        parts: the C sources that have the kernels of convolutions, as `library.parts` returns them.
-        begun: objects that are being compiled, those of the parts perhaps.
+        begun: objects that are being compiled, those of convolutions perhaps.
 
     Returns:
-        None if there is no memory to measure, or a clock that does not advance: those of rates.h serve.
+        None, and nothing is kept, if there is no memory to measure, or a clock that does not advance: those of rates.h
+        serve.
 
     Raises:
         GraphoptError: there is no compiler, or it fails.
         OSError: the cache folder cannot be written to.
     """
-    name = f"{code_digest('rates', *parts)}.json"
-    kept = read_cached(name)
-    if kept is None:
+    if kept_rates() is None:
         rates = (ctypes.c_double * _MEMBERS)()
-        measure = ctypes.CDLL(str(build(source([], 1), (), parts, begun))).measure_rates
-        found = [*rates] if measure(rates) else []
-        kept = json.dumps(found if all(map(_is_rate, found)) else []).encode()
-        write_cached(name, kept)
-    return tuple(json.loads(kept)) or None
+        measure = ctypes.CDLL(str(build(source([], 1), (), _parts(), begun))).measure_rates
+        if not measure(rates) or not all(math.isfinite(rate) and rate > 0 for rate in rates):
+            return None
+        write_first(rates_file(), json.dumps([*rates]).encode())
+    return kept_rates()
 
 
-def _is_rate(seconds: float) -> bool:
-    return math.isfinite(seconds) and seconds > 0
+def kept_rates() -> tuple[float, ...] | None:
+    """Return what `measured_rates` has left in the cache; None if it is not there."""
+    kept = read_cached(rates_file())
+    return None if kept is None else tuple(json.loads(kept))
+
+
+def rates_file() -> str:
+    """Return the name of the file of rates in the cache."""
+    return f"{code_digest('rates', *_parts())}.json"
+
+
+def _parts() -> list[str]:
+    """Return the C sources of convolutions, with what is measured."""
+    return parts_for({"Conv"}, is_low=True)

@@ -66,22 +66,23 @@ static double float32_seconds(const Convolution *u) { return CLEARLY * direct_se
 
 static int fits_tiles(const Convolution *u) { return pieces_of_all && !has_few(u) && u->channels * product_of(u->taps) > 0; }
 
-enum { LEAST_MOVED = 1 << 20 }; /* results, or their transposes, that no near cache has */
+enum { FAR_RESULTS = 1 << 20 }; /* results, or their transposes, that no near cache has */
 
-/* Pairs of channels multiply as fast as tiles where an instruction multiplies pairs, and copies have half the elements.
- * To pack filters for one panel of places, or to transpose results in memory, takes longer than unfolded.h in float32. */
+/* Pairs of channels multiply as fast as tiles where an instruction multiplies pairs, and copies have half the elements. */
 static int paired_fits(const Convolution *u) {
 #ifdef GEMM_HAS_PAIRS
     const int is_near = u->w_filter < MOST_STRIDE && u->steps[2] < MOST_STRIDE;
-    const int64_t rows = u->images * product_of(u->places);
-    const int is_moved = unfolds(u) && (rows <= WIDTH || u->filters * rows > LEAST_MOVED);
-    return fits_tiles(u) && pieces_of_all == 1 && u->channels > 1 && is_near && !is_moved && !is_product(u);
+    return fits_tiles(u) && pieces_of_all == 1 && u->channels > 1 && is_near && !is_product(u);
 #else
     return (void)u, 0;
 #endif
 }
 
+/* To pack filters for one panel of places, or to transpose results in memory, took longer than unfolded.h in float32 on an
+ * AMD EPYC, the one processor on which this was measured. */
 static double paired_seconds(const Convolution *u) {
+    const int64_t rows = u->images * product_of(u->places);
+    if (unfolds(u) && (rows <= WIDTH || u->filters * rows > FAR_RESULTS)) return INFINITY;
     Convolution half = *u;
     half.channels = (u->channels + 1) / 2;
     return direct_seconds(&half, 2 * rates.tile_multiplication);
