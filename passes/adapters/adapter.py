@@ -166,16 +166,19 @@ class Adapter(Pass):
         return chosen.values()
 
     def _check_norms(self, model: ir.Model, target: AdapterTarget) -> None:
-        """Raise an error if DoRA has changed outputs that this adapter changes, too: its norms would leave it out."""
+        """Raise an error if DoRA has changed outputs that this adapter changes, too.
+
+        A later adapter is nearer to the product, but the norms of DoRA are those of the weight of the file.
+        """
         weight, everything = original_name(target.source.weight), (0, math.inf)
         own = [columns or everything for name, columns in self._columns(target) if not name.startswith("_")]
-        for _, note in adapted(model):
+        for note in adapted(model):
             first, last = note.columns or everything
             has_norms = note.weight == weight and note.adapter == "LoRA" and len(note.values) == 3
             if has_norms and any(start < last and first < end for start, end in own):
                 raise GraphoptError(
-                    f"{type(self).__name__}: weight {target.name!r}: expected no adapter after one with DoRA, whose "
-                    f"norms would leave it out, found {note.values[2]!r}: give DoRA last, or merge it first, by "
+                    f"{type(self).__name__}: weight {target.name!r}: expected DoRA as the last adapter of a "
+                    f"weight, found one after {note.values[2]!r}: give DoRA last, or merge it first, by "
                     "executor.trained()"
                 )
 
@@ -264,7 +267,8 @@ class Adapter(Pass):
         names_of_values = tuple(map(name_of, values))
         name = register_merge(type(self), self.merge)
         note = note_of(target, name, names_of_values, **self.noted(target))
-        replace(note, part=part).write(values[0])
+        place = sum(other.weight == note.weight for other in adapted(model))
+        replace(note, part=part, place=place).write(values[0])
         return values
 
 

@@ -83,7 +83,7 @@ class LoadedLoRA(Pass):
                 dora=first.dora,
                 parts=dict(first.sizes) or None,
             ).rewrite(model)
-        notes = {(note.weight, note.part): note for _, note in adapted(model)}
+        notes = {(note.weight, note.part): note for note in reversed(adapted(model))}  # the last is the new one
         for given in everything:
             for part, arrays in given.arrays.items():
                 weight = original_name(model.graph.initializers[given.weight])
