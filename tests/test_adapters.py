@@ -18,6 +18,7 @@ from steps import outputs, weights
 import graphopt
 import passes
 from graphopt import GraphoptError, models
+from graphopt.graph import metadata
 from graphopt.graph.merging import MERGES, Adapted, adapted, merged_weights
 from graphopt.graph.roles import Role, with_role
 from graphopt.inspection.report import report
@@ -422,6 +423,17 @@ def test_several_adapters_add_up_and_merge() -> None:
     assert losses[-1] < losses[0] / 2
     (y,) = executor.predict(x=x).values()
     np.testing.assert_allclose(next(iter(outputs(executor.trained(), {"x": x}).values())), y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_keeps_the_names_of_classes_that_it_keeps() -> None:
+    named = mlp()
+    metadata.set_labels(named, ["a", "b", "c"])
+    for head, names in (
+        (passes.Head(classes=3), None),
+        (passes.Head(classes=4, grow=True), None),
+        (passes.Head(classes=3, grow=True), ["a", "b", "c"]),
+    ):
+        assert metadata.labels_in(graphopt.compile(named, adapter=head, **CLASSES)) == names
 
 
 def test_unfrozen_weights_train_beside_adapters() -> None:
