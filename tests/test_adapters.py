@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -606,7 +607,9 @@ def test_a_gate_of_one_output_gets_no_adapter_by_default() -> None:
     adapters = {rank: passes.LoRA(rank=rank) for rank in (1, 2)}
     found = {}
     for rank, adapter in adapters.items():
-        step = graphopt.compile(network, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # operators read the gate as any other weight
+            step = graphopt.compile(network, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
         found[rank] = {name.partition(".")[0] for name in graphopt.Executor(step, native=False).parameters}
     assert found == {1: {"u", "g"}, 2: {"u"}}
 
@@ -649,6 +652,16 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         mlp,
         lambda: [passes.LoRA("fc0*", 2, dora=True), passes.LoRA("fc0*", 1)],
         "'fc0.weight': expected DoRA as the last adapter of a weight, found one after 'fc0.weight.lora_magnitude'",
+    ),
+    "one output": (
+        lambda: models.mlp((8,), 1, hidden=[]),
+        lambda: passes.LoRA(rank=4),
+        "'layers.0.weight': expected at most 1, the rank of 8x1 numbers",
+    ),
+    "one input": (
+        lambda: models.mlp((1,), 3, hidden=[16, 16]),
+        lambda: passes.LoRA(rank=4),
+        "'layers.0.weight': expected at most 1, the rank of 1x16 numbers",
     ),
     "half a part": (mlp, lambda: passes.LoRA("fc0*", 2, parts={"q": 8.0}), "numbers of outputs, found 8.0"),
     "a flag": (mlp, lambda: passes.LoRA(rank=True), r"LoRA\(rank=True\): expected a whole number in"),

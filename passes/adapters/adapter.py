@@ -142,17 +142,19 @@ class Adapter(Pass):
             trains = target.source.quantized or origin_in_file(weight).trains
             if not ADAPTER.is_set(weight) and (trains or self._names(weight)):
                 groups.setdefault(weight, []).append(target)
-        left = [] if self.pattern else [*_last_products(model, groups), *_routers(model, groups)]
-        chosen = {
+        left = [] if self.pattern else [*_last_products(model, groups), *_routers(model, groups), *_embeddings(groups)]
+        named = {
             weight: targets
             for weight, targets in groups.items()
             if not any(target.matches(self.leave_out) for target in targets)
             and (any(target.matches(self.pattern) for target in targets) if self.pattern else weight not in left)
-            and (self.pattern or (targets[0].kind != "embedding" and self.fits(targets[0])))
         }
+        chosen = {weight: targets for weight, targets in named.items() if self.pattern or self.fits(targets[0])}
         for name in ("pattern", "leave_out"):
             self._check_pattern(name, model, groups)
         if not chosen:
+            for first, *_ in named.values():
+                self.check(first)  # why it does not fit
             raise GraphoptError(
                 f"{type(self).__name__}: expected weights to adapt, found none: name them by pattern; the model has: "
                 f"{some([targets[0].name for targets in groups.values()]) or 'none that an adapter can change'}"
@@ -162,7 +164,7 @@ class Adapter(Pass):
             self.check(targets[0])
             self._check_norms(model, targets[0])
         if not self.pattern and self.leave_out is None:
-            _tell_share(model, chosen, [*left, *_embeddings(groups)])
+            _tell_share(model, chosen, [*left, *named])
         return chosen.values()
 
     def _check_norms(self, model: ir.Model, target: AdapterTarget) -> None:
