@@ -126,7 +126,7 @@ class Prune(Pass):
             raise GraphoptError("Prune: expected it before Accumulate, found it after: run it first")
 
     def rewrite(self, model: ir.Model) -> None:
-        busy = {name for _, note in adapted(model) for name in (note.weight, *note.values)}
+        busy = {name for note in adapted(model) for name in (note.weight, *note.values)}
         trained = {name_of(w): w for w in updated(model) if busy.isdisjoint((w.name, original_name(w)))}
         pools = self._given(trained) if self.masks is not None else list(self._pools(model, trained))
         if not pools:

@@ -721,6 +721,7 @@ CASES: list[Case] = [
     # Indexing.
     case("Gather", (4, 3), ints(2, 0, 2)),
     case("Gather", (4, 3), ints([2, -1], [0, 3]), fed=True),
+    case("Gather", (4,), ints([2, -1], [0, 2]), fed=True),
     *(case("Gather", (2, 4, 3), ints([2, 0], [1, 2]), axis=n) for n in (1, -1)),
     *(case("Gather", (2, 4, 3), one(n, np.int64), axis=1) for n in (0, -1)),
     case("Gather", (2, 4, 3), one(2, np.int64), axis=1, fed=True),
@@ -729,6 +730,8 @@ CASES: list[Case] = [
     case("GatherND", (2, 3, 2), ints([0, 2], [1, 0], [0, 2])),
     case("GatherND", (2, 3, 2), ints([[0, 2, 1]], [[1, 0, -1]])),
     case("GatherND", (2, 3, 2), ints([2], [0]), batch_dims=1),
+    case("GatherND", (3, 2, 2), ints([2], [-1], [2]), fed=True),
+    case("GatherND", (2, 3), ints([0, -1], [-1, 0], [0, 2]), fed=True),
     case("TopK", (3, 4), ints(2), outputs=2),
     case("TopK", (3, 4), ints(2), outputs=2, axis=0, largest=0),
     case("TopK", (3, 4), ints(3), outputs=2, sorted=0, once="the order is each evaluator's own", runtime=False),

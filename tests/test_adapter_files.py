@@ -11,6 +11,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,55 @@ def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tm
     np.testing.assert_allclose(with_adapter(slots, path, feeds), other.predict(feeds)["y"], **close)
     again = trained(proto, passes.LoadedLoRA(path), feeds, steps=0)
     np.testing.assert_allclose(again.predict(feeds)["y"], other.predict(feeds)["y"], **close)
+
+
+class Scaled(passes.Adapter):
+    """Multiply the outputs of a product by a factor each."""
+
+    def initial(self, target: Any, generator: Any) -> dict[str, np.ndarray]:
+        return {"factor": np.linspace(0.5, 2, target.outputs)}
+
+    def delta(self, op: Any, target: Any, x: Any, *values: Any) -> Any:
+        return target.product(op) * target.spread(op, values[0] - 1)
+
+    @staticmethod
+    def merge(w: np.ndarray, scale: float, *values: np.ndarray) -> np.ndarray:
+        return w * values[0]
+
+
+ONE, TWO, LAST = passes.LoRA("w", 1, 2), passes.LoRA("w", 2, 2), passes.LoRA("w", 2, 2, dora=True)
+HALVES = {"q": 2, "k": 4}
+SEVERAL: dict[str, tuple[str, list[Any]]] = {
+    "LoRA, LoRA, DoRA": ("MatMul", [TWO, ONE, LAST]),
+    "LoRA of parts, DoRA": ("MatMul", [replace(TWO, parts=HALVES), LAST]),
+    "LoRA of a part, DoRA": ("MatMul", [replace(TWO, parts={"_q": 2, "k": 4}), LAST]),
+    "LoRA, DoRA of parts": ("MatMul", [TWO, replace(LAST, parts=HALVES)]),
+    "Conv: LoRA, LoRA, DoRA": ("Conv", [TWO, ONE, LAST]),
+    "LoRA, another": ("MatMul", [TWO, Scaled("w")]),
+    "ten LoRA, another": ("MatMul", [*[ONE] * 10, Scaled("w")]),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_adapters_of_a_weight_are_merged_in_the_order_of_their_terms(name: str, tmp_path: Path) -> None:
+    """A later one is nearer to the product, whatever its name."""
+    network, adapters = SEVERAL[name]
+    text, weights, feeds = NETWORKS[network]
+    proto = model(text, **weights)
+    executor = trained(proto, adapters, feeds, steps=30)
+    expected, close = executor.predict(feeds)["y"], {"rtol": 1e-4, "atol": 1e-5}
+    for merged in (executor.trained(), executor.trained(into=proto)):
+        np.testing.assert_allclose(with_adapter(merged, None, feeds), expected, **close)
+    if "another" in name or not hasattr(onnxruntime, "AdapterFormat"):
+        return
+    graphopt.save_adapter(executor, path := tmp_path / "a.onnx_adapter")
+    slots = executor.trained(into=proto, adapters="slots")
+    np.testing.assert_allclose(with_adapter(slots, path, feeds), expected, **close)
+    for given in ([passes.LoadedLoRA(path)], [TWO, passes.LoadedLoRA(path)]):
+        again = trained(proto, given, feeds, steps=0)
+        np.testing.assert_allclose(again.predict(feeds)["y"], expected, **close)
+    with pytest.raises(graphopt.GraphoptError, match=r"one adapter of outputs with DoRA.*found several"):
+        graphopt.save_adapter(executor, tmp_path / "a", form="peft")
 
 
 @needs_files

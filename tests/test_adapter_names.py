@@ -118,7 +118,7 @@ def test_each_class_of_a_name_merges_its_own_adapters(make: Any, monkeypatch: py
         executors.append(graphopt.Executor(step))
     for executor in executors:  # the first one, too, after the second definition
         assert np.allclose(outputs(executor.trained(), x)["y"], executor.predict(x)["y"], atol=1e-6)
-    names = [note.adapter for executor in executors for _, note in adapted(executor.model)]
+    names = [note.adapter for executor in executors for note in adapted(executor.model)]
     assert len({*names}) == 2 and all("." in name for name in names)
 
 

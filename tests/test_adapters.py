@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,8 @@ from steps import outputs, weights
 import graphopt
 import passes
 from graphopt import GraphoptError, models
-from graphopt.graph.merging import MERGES, adapted, merged_weights
+from graphopt.graph import metadata
+from graphopt.graph.merging import MERGES, Adapted, adapted, merged_weights
 from graphopt.graph.roles import Role, with_role
 from graphopt.inspection.report import report
 
@@ -424,6 +426,17 @@ def test_several_adapters_add_up_and_merge() -> None:
     np.testing.assert_allclose(next(iter(outputs(executor.trained(), {"x": x}).values())), y, rtol=1e-4, atol=1e-4)
 
 
+def test_a_head_keeps_the_names_of_classes_that_it_keeps() -> None:
+    named = mlp()
+    metadata.set_labels(named, ["a", "b", "c"])
+    for head, names in (
+        (passes.Head(classes=3), None),
+        (passes.Head(classes=4, grow=True), None),
+        (passes.Head(classes=3, grow=True), ["a", "b", "c"]),
+    ):
+        assert metadata.labels_in(graphopt.compile(named, adapter=head, **CLASSES)) == names
+
+
 def test_unfrozen_weights_train_beside_adapters() -> None:
     """As PEFT's modules_to_save do."""
     parameters = passes.Parameters(unfreeze="fc1.*")
@@ -594,7 +607,9 @@ def test_a_gate_of_one_output_gets_no_adapter_by_default() -> None:
     adapters = {rank: passes.LoRA(rank=rank) for rank in (1, 2)}
     found = {}
     for rank, adapter in adapters.items():
-        step = graphopt.compile(network, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # operators read the gate as any other weight
+            step = graphopt.compile(network, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
         found[rank] = {name.partition(".")[0] for name in graphopt.Executor(step, native=False).parameters}
     assert found == {1: {"u", "g"}, 2: {"u"}}
 
@@ -636,7 +651,17 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "after dora": (
         mlp,
         lambda: [passes.LoRA("fc0*", 2, dora=True), passes.LoRA("fc0*", 1)],
-        "'fc0.weight': expected no adapter after one with DoRA, .* found 'fc0.weight.lora_magnitude': give DoRA last",
+        "'fc0.weight': expected DoRA as the last adapter of a weight, found one after 'fc0.weight.lora_magnitude'",
+    ),
+    "one output": (
+        lambda: models.mlp((8,), 1, hidden=[]),
+        lambda: passes.LoRA(rank=4),
+        "'layers.0.weight': expected at most 1, the rank of 8x1 numbers",
+    ),
+    "one input": (
+        lambda: models.mlp((1,), 3, hidden=[16, 16]),
+        lambda: passes.LoRA(rank=4),
+        "'layers.0.weight': expected at most 1, the rank of 1x16 numbers",
     ),
     "half a part": (mlp, lambda: passes.LoRA("fc0*", 2, parts={"q": 8.0}), "numbers of outputs, found 8.0"),
     "a flag": (mlp, lambda: passes.LoRA(rank=True), r"LoRA\(rank=True\): expected a whole number in"),
@@ -787,7 +812,7 @@ def test_a_step_with_an_adapter_of_another_program_names_it(tmp_path: Any) -> No
     for _ in range(3):
         executor.step(x=x, target=rng.standard_normal((8, 3), np.float32))
     assert np.allclose(outputs(executor.trained(), {"x": x})["y"], executor.predict({"x": x})["y"], atol=1e-6)
-    (name,) = {note.adapter for _, note in adapted(executor.model)}
+    (name,) = {note.adapter for note in adapted(executor.model)}
     assert name == f"{__name__}.{Shift.__qualname__}"
     merge = MERGES.pop(name)
     with pytest.raises(GraphoptError, match=f"expected a known adapter, found '{name}': import the module"):
@@ -825,7 +850,7 @@ NO_FIT = "expected an adapter that fits it"
 def test_notes_that_are_malformed_or_do_not_fit_are_refused(field_name: str, value: Any, message: str) -> None:
     case = CASES["conv"] if field_name == "groups" else CASES["matmul"]
     step = graphopt.compile(case.build(), adapter=passes.LoRA("w", 2), **COMBINATIONS["sgd"])
-    holder, note = next(adapted(step))
+    holder, note = next(Adapted.of_values(step))
     state = initial(step)
     replace(note, **{field_name: value}).write(holder)
     with pytest.raises(GraphoptError, match=message):

@@ -225,11 +225,21 @@ def parsed(text: str) -> onnx.ModelProto:
     return onnx.parser.parse_model(header + text)
 
 
-def test_rows_with_one_number_are_added_in_order() -> None:
-    """ONNX Runtime splits a ScatterND that adds among threads, and loses rows: 1 to 21 of 100 steps on two threads."""
+def test_rows_that_are_added_to_one_are_not_lost() -> None:
+    """ONNX Runtime splits a ScatterND that adds among threads, and loses rows of any width (tests/faults.py)."""
     step = graphopt.compile(models.transformer((8,), 20, width=8, layers=1), loss=passes.CausalLanguageModel())
     kinds = {node.op_type for node in step.graph.all_nodes()}
     assert "ScatterElements" in kinds and "ScatterND" not in kinds
+
+
+@pytest.mark.parametrize(("shape", "count"), [((0, 5, 3), 2), ((2, 5, 0), 2), ((2, 5, 3), 0)])
+def test_gathered_axes_of_no_elements_have_gradients(shape: tuple[int, ...], count: int) -> None:
+    graph = parsed("g (float[N, 5, W] x, int64[K] i) => (float[N, K, W] y) { y = Gather<axis=1>(x, i) }")
+    feeds = {"x": np.ones(shape, np.float32), "i": np.arange(count)}
+    expected = np.zeros(shape, np.float32)
+    expected[:, :count] = 1
+    found = graphopt.run(graphopt.grad(graph, ["x"]), feeds)["y.grad.x"]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_an_output_that_nothing_uses_has_a_zero_gradient() -> None:

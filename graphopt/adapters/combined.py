@@ -75,7 +75,7 @@ def adaptations(model: ir.Model, state: Mapping[str, np.ndarray], needed_by: str
     state = {**state, **{owner: state[name] for name, owner in averages_read(model).items()}}
     values = {original_name(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     found = []
-    for _, note in adapted(model):
+    for note in adapted(model):
         if note.adapter != _LORA or len(note.values) not in (2, 3) or not {*note.values} <= {*values}:
             raise GraphoptError(
                 f"{needed_by}: weight {note.weight!r}: expected an adapter of low rank, found {note.adapter!r}: merge "

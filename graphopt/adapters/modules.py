@@ -207,7 +207,12 @@ def _whole(parts: Sequence[_Part]) -> Module:
         if own.magnitude is not None:
             magnitude[rows] = own.magnitude
             covered += len(own.b)
-    if 0 < covered != outputs or (covered and len({part.first for part in parts}) < len(parts)):
+    if covered and sum(len(part.module.b) for part in parts) > outputs:
+        raise GraphoptError(
+            f"module {first.path!r}: expected one adapter of outputs with DoRA, as peft has it, found several: save "
+            "it by form='onnxruntime', or merge it, by executor.trained()"
+        )
+    if 0 < covered < outputs:
         raise GraphoptError(
             f"module {first.path!r}: expected DoRA of all its {outputs} outputs, found that of {covered}: "
             "adapt all parts, or train without dora"
@@ -226,7 +231,7 @@ def saved_modules(
     Of the modules with adapters, whose paths are given, these are the parameters that train.
     """
     naming = Naming.of(model, names)
-    own = {name for _, note in adapted(model) for name in note.values}
+    own = {name for note in adapted(model) for name in note.values}
     found: dict[str, np.ndarray] = {}
     trained: set[str] = set()
     for x in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):

@@ -173,7 +173,7 @@ def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
 
     With adapters of low rank, also write the file of these, and their state.
     """
-    notes, (file, state) = [note for _, note in adapted(executor.model)], ADAPTER_FILES
+    notes, (file, state) = adapted(executor.model), ADAPTER_FILES
     recipe.save_trained(executor, folder / MODEL)
     if any(map(FAKE.is_set, executor.model.graph)):
         roles, averaged = (Role.PARAMETER, Role.STATISTIC), averages_read(executor.model)
@@ -194,7 +194,7 @@ def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
 def _trained_weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
     """Return the state of a training graph that an inference model has, under the names of the graph."""
     state = step.with_name(ADAPTER_FILES[1])
-    weights = load_state(state)[0] if any(adapted(executor.model)) and state.is_file() else {}
+    weights = load_state(state)[0] if adapted(executor.model) and state.is_file() else {}
     if any(map(FAKE.is_set, executor.model.graph)) and (whole := step.with_name(STATE_FILE)).is_file():
         weights |= load_state(whole)[0]
     for value in executor.model.graph.inputs:

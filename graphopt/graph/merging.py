@@ -53,6 +53,7 @@ class Adapted(
         moves: the permutations of axes and the shapes that turn the file's weight into what the product multiplies by.
         columns: the first and the last + 1 of the outputs that it changes; None for all.
         quantized: whether the file stores the weight in integers, into which nothing can be merged.
+        place: the number of adapters of the weight that were there before; a later one is nearer to the product.
     """
 
     adapter: str
@@ -68,6 +69,7 @@ class Adapted(
     moves: Moves = ()
     columns: tuple[int, int] | None = None
     quantized: bool = False
+    place: int = 0
 
     def check(self) -> None:
         expect(self.kind in NAMES, self.groups > 0, math.isfinite(self.scale), bool(self.values))
@@ -133,7 +135,9 @@ def _read_by(function: FunctionType) -> list[object]:
     return values
 
 
-adapted = Adapted.of_values
+def adapted(model: ir.Model) -> list[Adapted]:
+    """Return the notes of a model's adapters in the order in which their terms apply: of one weight, the last first."""
+    return sorted((note for _, note in Adapted.of_values(model)), key=lambda note: -note.place)
 
 
 def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str, ir.TensorProtocol]:
@@ -148,7 +152,7 @@ def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str
     Raises:
         GraphoptError: the file stores a weight in integers, or an adapter is unknown.
     """
-    notes = [note for _, note in adapted(model)]
+    notes = adapted(model)
     arrays = dict(_arrays(model, state)) if notes else {}
     weights: dict[str, ir.TensorProtocol] = {}
     for note in notes:

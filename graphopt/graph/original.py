@@ -72,7 +72,7 @@ def write_weights(original: ModelParts, trained: ModelParts, model: ir.Model, *,
             other numbers.
     """
     weights = {x.name: x for x in trained.proto.graph.initializer}
-    notes = [note for _, note in adapted(model)]
+    notes = adapted(model)
     changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
     changed = {*changed, *(note.weight for note in notes if merged)}.difference(*(note.values for note in notes))
     changed |= {name for node in model.graph if (name := STORED_AS.read(node))}

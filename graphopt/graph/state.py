@@ -195,7 +195,9 @@ def check_free(model: ir.Model, name: str) -> None:
     if name in values:
         problem = f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
         if role_of(values[name]) is not None:
-            problem = f"expected one part of training that reads {name!r}, such as one loss, found two: leave one out"
+            problem = (
+                f"expected one part of training with {name!r}, found two: leave one out, or add losses by passes.Losses"
+            )
         _rename(values[name], values, problem)
 
 

@@ -54,7 +54,7 @@ def adapter_files(model: ir.Model, initial: _State, *, computes: bool) -> tuple[
     files: dict[str, bytes] = {}
     described: Entry = {}
     initial = {**initial, **_computed(model, initial)} if computes else initial
-    for form, of in (("onnxruntime", _slots), ("peft", _peft)) if any(adapted(model)) else ():
+    for form, of in (("onnxruntime", _slots), ("peft", _peft)) if adapted(model) else ():
         with warnings.catch_warnings(), contextlib.suppress(GraphoptError):
             warnings.simplefilter("ignore")
             arrays, kept = (
@@ -77,7 +77,7 @@ def adapter_graph(model: ir.Model, initial: _State) -> ir.Model | None:
     noise = {name: rng.uniform(0.1, 0.2, x.shape).astype(x.dtype) for name, x in initial.items()}
     moved = {name: x + noise[name] if x.dtype.kind == "f" else x for name, x in initial.items()}
     try:
-        expected = _computed(model, moved) if any(adapted(model)) else {}
+        expected = _computed(model, moved) if adapted(model) else {}
         if not expected:
             return None
         model = model.clone()

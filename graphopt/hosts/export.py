@@ -121,7 +121,7 @@ def export_hosts(
         compared = {name: reports[name]["reports"] for name in plain}
         compared["train"] = nexts + compared["train"]
         proof = proof_files(plain, models["train"], compared, initial, proven_on)
-    shared = b"" if target is not None else _shared([*models.values()], trained, any(adapted(model)))
+    shared = b"" if target is not None else _shared([*models.values()], trained, bool(adapted(model)))
     adapters, blocks = adapter_files(model, initial, computes="adapter" in models)
     described = {
         **described,

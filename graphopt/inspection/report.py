@@ -327,7 +327,7 @@ def _adapters(model: ir.Model, total: int) -> Iterator[str]:
     """Say how many weights adapters change, and the share of their numbers in those of the model."""
     values = {name_of(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     notes: dict[str, list[Adapted]] = {}
-    for _, note in adapted(model):
+    for note in adapted(model):
         notes.setdefault(note.adapter, []).append(note)
     for name, own in notes.items():
         count = elements(values[x] for note in own for x in note.values if x in values)

@@ -165,7 +165,7 @@ class ExecutorState:
     @functools.cached_property
     def _base(self) -> str | None:
         """Return a digest of the weights that do not train beside adapters; None without adapters."""
-        if not any(adapted(self._model)):
+        if not adapted(self._model):
             return None
         sums = hashlib.sha256()
         for name, value in sorted(self._model.graph.initializers.items()):
@@ -192,7 +192,7 @@ class ExecutorState:
         elif adapters == "slots":
             raise GraphoptError(f"{call}: into: expected the model that gets slots, found None: name its file")
         else:
-            packed = any(note.quantized for _, note in adapted(self._model))
+            packed = any(note.quantized for note in adapted(self._model))
             trained = inference.trained_parts(
                 self._model,
                 self.copies(),
@@ -230,7 +230,7 @@ def trained_into(model: ir.Model, state: Mapping[str, np.ndarray], into: Source,
     Raises:
         GraphoptError: `into` is another model, or adapters can neither be merged nor stay operators.
     """
-    beside = slots or any(note.quantized for _, note in adapted(model))
+    beside = slots or any(note.quantized for note in adapted(model))
     found = adaptations(model, state, "trained") if beside else []
     trained = inference.trained_parts(model, state, adapters="left out" if beside else "merged")
     original = read_original(into)

@@ -86,7 +86,7 @@ def save_folder(
         raise GraphoptError(f"{target}: expected no folder, or an empty one, found files: name another")
     if base_name is not None and form != "peft":
         raise GraphoptError(f"save_folder: base_name: expected form='peft', found form={form!r}: leave it out")
-    if form not in ("merged", "small") and not any(adapted(executor.model)):
+    if form not in ("merged", "small") and not adapted(executor.model):
         raise GraphoptError(
             f"save_folder: form={form}: expected a training graph with adapters, found none: save form=merged"
         )

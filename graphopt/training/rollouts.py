@@ -235,7 +235,7 @@ class _Writer:
         near = model if isinstance(model, str | os.PathLike) else None
         self._executor, self._model = executor, model
         self._vocabulary, self._device = vocabulary_of(tokenizer, near), executor.device_options
-        own = {name for _, note in adapted(executor.model) if note.adapter == _LORA for name in note.values}
+        own = {name for note in adapted(executor.model) if note.adapter == _LORA for name in note.values}
         trained = {original_name(x) for x in with_role(executor.model, Role.PARAMETER)}
         self._takes_slots = model is not None and trained <= own
         self._writer: TextGenerator | None = None

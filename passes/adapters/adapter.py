@@ -142,17 +142,19 @@ class Adapter(Pass):
             trains = target.source.quantized or origin_in_file(weight).trains
             if not ADAPTER.is_set(weight) and (trains or self._names(weight)):
                 groups.setdefault(weight, []).append(target)
-        left = [] if self.pattern else [*_last_products(model, groups), *_routers(model, groups)]
-        chosen = {
+        left = [] if self.pattern else [*_last_products(model, groups), *_routers(model, groups), *_embeddings(groups)]
+        named = {
             weight: targets
             for weight, targets in groups.items()
             if not any(target.matches(self.leave_out) for target in targets)
             and (any(target.matches(self.pattern) for target in targets) if self.pattern else weight not in left)
-            and (self.pattern or (targets[0].kind != "embedding" and self.fits(targets[0])))
         }
+        chosen = {weight: targets for weight, targets in named.items() if self.pattern or self.fits(targets[0])}
         for name in ("pattern", "leave_out"):
             self._check_pattern(name, model, groups)
         if not chosen:
+            for first, *_ in named.values():
+                self.check(first)  # why it does not fit
             raise GraphoptError(
                 f"{type(self).__name__}: expected weights to adapt, found none: name them by pattern; the model has: "
                 f"{some([targets[0].name for targets in groups.values()]) or 'none that an adapter can change'}"
@@ -162,20 +164,23 @@ class Adapter(Pass):
             self.check(targets[0])
             self._check_norms(model, targets[0])
         if not self.pattern and self.leave_out is None:
-            _tell_share(model, chosen, [*left, *_embeddings(groups)])
+            _tell_share(model, chosen, [*left, *named])
         return chosen.values()
 
     def _check_norms(self, model: ir.Model, target: AdapterTarget) -> None:
-        """Raise an error if DoRA has changed outputs that this adapter changes, too: its norms would leave it out."""
+        """Raise an error if DoRA has changed outputs that this adapter changes, too.
+
+        A later adapter is nearer to the product, but the norms of DoRA are those of the weight of the file.
+        """
         weight, everything = original_name(target.source.weight), (0, math.inf)
         own = [columns or everything for name, columns in self._columns(target) if not name.startswith("_")]
-        for _, note in adapted(model):
+        for note in adapted(model):
             first, last = note.columns or everything
             has_norms = note.weight == weight and note.adapter == "LoRA" and len(note.values) == 3
             if has_norms and any(start < last and first < end for start, end in own):
                 raise GraphoptError(
-                    f"{type(self).__name__}: weight {target.name!r}: expected no adapter after one with DoRA, whose "
-                    f"norms would leave it out, found {note.values[2]!r}: give DoRA last, or merge it first, by "
+                    f"{type(self).__name__}: weight {target.name!r}: expected DoRA as the last adapter of a "
+                    f"weight, found one after {note.values[2]!r}: give DoRA last, or merge it first, by "
                     "executor.trained()"
                 )
 
@@ -264,7 +269,8 @@ class Adapter(Pass):
         names_of_values = tuple(map(name_of, values))
         name = register_merge(type(self), self.merge)
         note = note_of(target, name, names_of_values, **self.noted(target))
-        replace(note, part=part).write(values[0])
+        place = sum(other.weight == note.weight for other in adapted(model))
+        replace(note, part=part, place=place).write(values[0])
         return values
 
 

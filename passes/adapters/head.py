@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.metadata import ADAPTER, LABELS, labels_in
+from graphopt.graph.metadata import ADAPTER, LABELS
 from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.postprocessing import Detached
 from graphopt.graph.rewriting import Pass, Read
@@ -41,8 +41,8 @@ class Head(Pass):
     `parameters.unfreeze` names it.
 
     Args:
-        output: the name of the output; by default, the only floating-point output. Outputs that name the classes of the
-            file are left out, if these are others now.
+        output: the name of the output; by default, the only floating-point output. Outputs and
+            notes that name the classes of the file are left out, unless the head grows and has as many.
         classes: the number of outputs of the new product, at most a million; None for as many as the
             data has classes, or columns of numbers, which `graphopt.adapt` and recipes count.
         grow: begin with the weight and the bias of the file, which are the first outputs; only further outputs have new
@@ -115,10 +115,9 @@ class Head(Pass):
                 "center and scale"
             )
         ensure_typed(model)
-        if len(labels_in(model) or ()) != self.classes:
-            LABELS.remove(model)  # the names of other outputs
         output = self._output(model)
         if not (self.grow and dims_of(output)[-1] == self.classes):
+            LABELS.remove(model)
             _leave_out_names(model, output)
         target = self._target(model, output)
         if self.center is not None and len(self.center) not in (1, target.sizes[0]):

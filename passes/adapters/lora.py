@@ -83,7 +83,7 @@ class LoadedLoRA(Pass):
                 dora=first.dora,
                 parts=dict(first.sizes) or None,
             ).rewrite(model)
-        notes = {(note.weight, note.part): note for _, note in adapted(model)}
+        notes = {(note.weight, note.part): note for note in reversed(adapted(model))}  # the last is the new one
         for given in everything:
             for part, arrays in given.arrays.items():
                 weight = original_name(model.graph.initializers[given.weight])
@@ -100,6 +100,9 @@ class LoRA(Adapter):
     numbers for each row and starts at zero, and B starts with normal random numbers. A weight W of a recurrence becomes
     W + scale A B, for each direction. All of this is as in PEFT, except for what PEFT lacks: recurrences, transposed
     convolutions, and A of grouped and dilated convolutions, which has the groups and the dilations of the weight.
+
+    Without a pattern, gates of one output get none, unless the rank is 1, nor do grouped convolutions that the rank
+    does not fit.
 
     Args:
         rank: the number of columns of A.
@@ -146,10 +149,10 @@ class LoRA(Adapter):
         return {"scale": self.scale, "alpha": float(self.alpha), "rank_stabilized": stabilized}
 
     def fits(self, target: AdapterTarget) -> bool:
-        groups, most = target.groups, min(target.sizes) * target.groups
+        groups, (inputs, outputs) = target.groups, target.sizes
         if groups == 1:
-            return most > 1 or self.rank == 1  # of one output are gates, such as that of shared experts
-        return not (self.rank % groups or self.rank > most)
+            return outputs > 1 or self.rank == 1  # of one output are gates, such as that of shared experts
+        return not (self.rank % groups or self.rank > min(inputs, outputs) * groups)
 
     def check(self, target: AdapterTarget) -> None:
         name, groups = target.name, target.groups

@@ -147,18 +147,20 @@ def add_up(op: Emitter, shape: Value, where: Value, dy: Value, axis: int = 0) ->
     return op.cast(total, dy.dtype)
 
 
-def add_rows(op: Emitter, shape: Value, rows: Value, dy: Value, x: Value) -> Value:
+def add_rows(op: Emitter, shape: Value, rows: Value, dy: Value, x: Value, axes: int = 1) -> Value:
     """Add rows of `dy`, by their numbers in `rows`, into zeros of a shape, of the rank of `x`.
+
+    A row has a place on each of the first `axes` axes.
 
     ONNX Runtime's ScatterND loses rows on several threads (tests/faults.py: ScatterND-threads). ScatterElements adds in
     order, along one axis fastest.
     """
     where = op.cast(op.Reshape(rows, [-1, 1]), ir.DataType.INT64)
-    if rank(x) > 1:
-        width = op.ReduceProd(op.Slice(shape, [1], [rank(x)]), keepdims=0)
+    if rank(x) > axes:
+        width = op.ReduceProd(op.Slice(shape, [axes], [rank(x)]), keepdims=0)
         where = op.Add(op.Mul(where, width), op.Range(0, width, 1))
     total = add_up(op, op.ReduceProd(shape, keepdims=1), op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
-    return op.Reshape(total, shape)
+    return op.Reshape(total, shape, allowzero=1)
 
 
 def scatter_back(op: Emitter, dy: Value, where: Value, x: Value) -> Value:
@@ -250,7 +252,16 @@ one_line_rules(
 
 @rule("GatherND")
 def gather_nd(op: Emitter, dy: Value, x: Value, indices: Value, *, batch_dims: int) -> Gradients:
-    return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
+    """Add rows of `dy` to rows of zeros, by the numbers of the rows; of each row of a batch, numbers by positions."""
+    axes = dims_of(indices)[-1]
+    if batch_dims or not isinstance(axes, int):
+        return [scatter_back(op, dy, op.GatherND(positions(op, x), indices, batch_dims=batch_dims), x)]
+    sizes = op.shape_of(x, 0, axes)
+    places = indices if axes == 1 else op.Where(op.Less(indices, 0), op.Add(indices, sizes), indices)
+    rows = op.Gather(places, 0, axis=-1)
+    for i in range(1, axes):
+        rows = op.Add(op.Mul(rows, op.Gather(sizes, i)), op.Gather(places, i, axis=-1))
+    return [like(add_rows(op, op.shape_of(x), rows, dy, x, axes), x)]
 
 
 @rule("ScatterElements", "ScatterND")
