@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import builders
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -191,6 +192,17 @@ def test_probabilities_beside_their_rests_are_those_of_two_classes() -> None:
     feeds = {name: x, "target": target, **safetensors.numpy.load(files["state.safetensors"])}
     found = session.run(["loss"], {each.name: feeds[each.name] for each in session.get_inputs()})[0]
     assert abs(found - -np.log(fitted.predict_proba(x)[np.arange(40), target]).mean()) < 1e-6
+
+
+@pytest.mark.parametrize("parts", ["p, rest, q", "p, rest, q, other", "both, others"])
+def test_labels_that_need_not_exclude_each_other_are_no_classes(parts: str) -> None:
+    body = f"""g (float[N,4] x) => (float[N,C] y) {{
+        a = MatMul(x, w)\n p = Sigmoid(a)\n rest = Sub(one, p)\n b = MatMul(x, v)\n q = Sigmoid(b)\n
+        other = Sub(one, q)\n both = Concat<axis=1>(p, q)\n others = Sub(one, both)\n y = Concat<axis=1>({parts}) }}"""
+    weights = {"w": np.ones((4, 1)), "v": -np.ones((4, 1)), "one": np.array(1.0)}
+    file = builders.model(body, **weights)
+    with pytest.raises(GraphoptError, match="found a Sigmoid, of labels that need not exclude each other"):
+        compile_for_page(file.SerializeToString(), Choice(outputs=4))
 
 
 @pytest.fixture(name="server")
