@@ -423,6 +423,23 @@ def write_pictures(folder: Path) -> dict[str, np.ndarray]:
     return {"x": np.stack(arrays).transpose(0, 3, 1, 2).astype(np.float32), "target": np.array(targets)}
 
 
+@needs_runtime
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["lost", "wide", "none"])
+def test_pictures_keep_their_colours_or_are_refused(state: str, server: PageServer, tmp_path: Path) -> None:
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"needs Chromium at {CHROMIUM}")
+    sizes = {"clear.png": (8, 8, 100), "plain.png": (8, 8, 255), "wide.png": (40_000, 2, 255)}
+    for name, (*size, opacity) in sizes.items():
+        Image.new("RGBA", (size[0], size[1]), (200, 100, 50, opacity)).save(tmp_path / name)
+    names = ["clear.png", "wide.png" if state == "wide" else "plain.png", "clear.png", "plain.png"]
+    color = [200, 100, 50]
+    told = "clear.png: expected opaque pixels, found transparent ones, whose colours this browser does not keep"
+    found = javascript("in_rows.js", server.address, state, *(tmp_path / name for name in names))
+    for name, each in zip(names, found, strict=True):
+        assert each.startswith(told) if state == "none" and name == "clear.png" else each == color, (name, each)
+
+
 def write_any_size(path: Path) -> None:
     """Write a convolution of pictures of any size."""
     helper = onnx.helper
