@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pyarrow.parquet
 import pytest
 import yaml
 from builders import mlp
@@ -281,6 +282,30 @@ def test_a_run_takes_fields_that_have_been_added_since() -> None:
     composed.write_text("".join(others))
     assert cli.main(["evaluate", "folder=run"]) == 0
     assert cli.main(["resume=run", "fit.epochs=2"]) == 0
+
+
+def test_a_table_of_another_kind_is_read_by_the_fields_of_the_run() -> None:
+    """Also where names are numbers, as pandas writes them."""
+    columns = {"id": np.arange(60), **{str(i): X[:, i] for i in range(3)}, "3": LABELS, "w": np.ones(60)}
+    pyarrow.parquet.write_table(pyarrow.table(columns), "new.parquet")
+    np.savetxt("new.csv", np.column_stack([*columns.values()]), "%g", ",", header=",".join(columns), comments="")
+    fields = ["data.target=3", "data.features=[1,0,2]", "data.sample_weight=w", "data.labels=[0,1,2]"]
+    table = ["model=mlp", "data=csv", "data.path=new.csv", *fields, "loss=cross_entropy", "loss.sample_weight=true"]
+    assert cli.main([*table, "fit.epochs=1", "folder=run"]) == 0
+    found = []
+    for file in ("new.csv", "new.parquet"):
+        assert cli.main(["predict", "run", file]) == 0
+        found.append(np.load("run/predictions.npz")["y"])
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_an_empty_target_is_told_by_its_column(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"{a},{b},{int(a > 0)}\n" for a, b in X[:, :2].tolist())
+    Path("a.csv").write_text(f"a,b,target\n{rows}")
+    Path("blank.csv").write_text("a,b,target\n1,2,\n")
+    assert cli.main(["model=mlp", "data=csv", "data.path=a.csv", "fit.epochs=1", "folder=run"]) == 0
+    assert cli.main(["predict", "run", "blank.csv"]) == 1
+    assert "column 'target', row 0: expected a value to predict, found none" in capsys.readouterr().err
 
 
 def test_labels_of_a_binary_loss_are_predicted_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import builders
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -191,6 +192,17 @@ def test_probabilities_beside_their_rests_are_those_of_two_classes() -> None:
     feeds = {name: x, "target": target, **safetensors.numpy.load(files["state.safetensors"])}
     found = session.run(["loss"], {each.name: feeds[each.name] for each in session.get_inputs()})[0]
     assert abs(found - -np.log(fitted.predict_proba(x)[np.arange(40), target]).mean()) < 1e-6
+
+
+@pytest.mark.parametrize("parts", ["p, rest, q", "p, rest, q, other", "both, others"])
+def test_labels_that_need_not_exclude_each_other_are_no_classes(parts: str) -> None:
+    body = f"""g (float[N,4] x) => (float[N,C] y) {{
+        a = MatMul(x, w)\n p = Sigmoid(a)\n rest = Sub(one, p)\n b = MatMul(x, v)\n q = Sigmoid(b)\n
+        other = Sub(one, q)\n both = Concat<axis=1>(p, q)\n others = Sub(one, both)\n y = Concat<axis=1>({parts}) }}"""
+    weights = {"w": np.ones((4, 1)), "v": -np.ones((4, 1)), "one": np.array(1.0)}
+    file = builders.model(body, **weights)
+    with pytest.raises(GraphoptError, match="found a Sigmoid, of labels that need not exclude each other"):
+        compile_for_page(file.SerializeToString(), Choice(outputs=4))
 
 
 @pytest.fixture(name="server")
@@ -409,6 +421,23 @@ def write_pictures(folder: Path) -> dict[str, np.ndarray]:
             arrays.append((pixels / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225])
             targets.append(kind)
     return {"x": np.stack(arrays).transpose(0, 3, 1, 2).astype(np.float32), "target": np.array(targets)}
+
+
+@needs_runtime
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["lost", "wide", "none"])
+def test_pictures_keep_their_colours_or_are_refused(state: str, server: PageServer, tmp_path: Path) -> None:
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"needs Chromium at {CHROMIUM}")
+    sizes = {"clear.png": (8, 8, 100), "plain.png": (8, 8, 255), "wide.png": (40_000, 2, 255)}
+    for name, (*size, opacity) in sizes.items():
+        Image.new("RGBA", (size[0], size[1]), (200, 100, 50, opacity)).save(tmp_path / name)
+    names = ["clear.png", "wide.png" if state == "wide" else "plain.png", "clear.png", "plain.png"]
+    color = [200, 100, 50]
+    told = "clear.png: expected opaque pixels, found transparent ones, whose colours this browser does not keep"
+    found = javascript("in_rows.js", server.address, state, *(tmp_path / name for name in names))
+    for name, each in zip(names, found, strict=True):
+        assert each.startswith(told) if state == "none" and name == "clear.png" else each == color, (name, each)
 
 
 def write_any_size(path: Path) -> None:

@@ -202,6 +202,11 @@ def test_deeper_layers_train_after_the_head_of_a_file_that_leaves_its_sizes_open
         "optimizer.learning_rate=0.02",
         "fit.checkpoint.best=accuracy",
     ]
+    another = tmp_path / "run" / "another"  # run below, which is none of the two
+    (another / ".hydra").mkdir(parents=True)
+    (another / ".hydra" / "overrides.yaml").write_text("[]")
+    (another / "config.yaml").write_text("run: train\nfit: {checkpoint: {best: accuracy}}")
+    (another / "metrics.jsonl").write_text('{"epoch": 1, "seconds": 1, "validation_loss": 0, "accuracy": 1.5}\n')
     tuned(files / "open.onnx", files / "pictures", f"folder={tmp_path / 'run'}", *options)
     lines = said(capsys)
     assert lines["deeper"] == "4 weights of the last layers train, too, at a rate of 0.0002"
@@ -279,15 +284,16 @@ def test_notes_beside_a_file_say_what_its_pixels_become(case: str, files: Path, 
     assert re.search(expected, propose(tmp_path / "fixed.onnx", files / "pictures", {}).lines["pixels"])
 
 
-@pytest.mark.parametrize("nodes", [("Mul", 1 / 255), ("Div", 127.5), ("Sub", 103.9)])
+@pytest.mark.parametrize("nodes", [("Mul", 1 / 255), ("Div", 127.5), ("Sub", 103.9), ("Mul", 1 / 16)])
 def test_a_file_that_rescales_bytes_says_so(nodes: tuple[str, float], files: Path, tmp_path: Path) -> None:
+    """A factor of 1 / 16 tells nothing, so that ranges are tried."""
     proto, (kind, number) = onnx.load(files / "fixed.onnx"), nodes
     x = proto.graph.input[0].name
     for node in proto.graph.node:
         node.input[:] = ["moved" if name == x else name for name in node.input]
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(number, np.float32), "by"))
     first = [
-        onnx.helper.make_node(kind, [x, "by"], ["scaled"]),
+        onnx.helper.make_node(kind, ["by", x] if kind == "Mul" else [x, "by"], ["scaled"]),
         onnx.helper.make_node("Sub", ["scaled", "by"], ["moved"]),
     ]
     later = [*proto.graph.node]
@@ -295,7 +301,10 @@ def test_a_file_that_rescales_bytes_says_so(nodes: tuple[str, float], files: Pat
     proto.graph.node.extend([*first, *later])
     onnx.save(proto, tmp_path / "own.onnx")
     line = propose(tmp_path / "own.onnx", files / "pictures", {}).lines["pixels"]
-    assert line == f"255 x of x from 0 to 1, as {tmp_path / 'own.onnx'} says"
+    assert (line == f"0 to 255, as {tmp_path / 'own.onnx'} says") == (number != 1 / 16)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(NOTES["not rescaled"][1]))
+    line = propose(tmp_path / "own.onnx", files / "pictures", {}).lines["pixels"]
+    assert line.endswith(f"as {tmp_path / 'preprocessor_config.json'} says")
 
 
 LABEL_SETS = {

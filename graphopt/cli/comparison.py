@@ -156,9 +156,9 @@ class _Comparison:
     by: str
 
     @classmethod
-    def of(cls, folder: Path) -> _Comparison:
-        """Compare the runs below a folder."""
-        paths = sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_path_order)
+    def of(cls, folder: Path, paths: Sequence[Path] = ()) -> _Comparison:
+        """Compare the runs below a folder, all of them or those in some folders."""
+        paths = paths or sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_path_order)
         for path in paths:
             enter(path)
         own = folder.resolve().name
@@ -325,10 +325,11 @@ def compare(folder: str | os.PathLike[str]) -> Path:
     return Path(folder, PAGE)
 
 
-def finals(folder: Path) -> tuple[str, dict[Path, float]]:
-    """Return the measure that ranks the runs below a folder, and its value in each, the best run first."""
-    comparison = _Comparison.of(folder)
-    return comparison.by, {run.path: float(run.final[comparison.by]) for run in comparison.runs}
+def finals(first: Path, *others: Path) -> tuple[str, dict[Path, float]]:
+    """Return the measure that ranks a run and others below its folder, and its value in each, the best run first."""
+    comparison = _Comparison.of(first, (first, *others))
+    numbers = {run.path: run.final.get(comparison.by) for run in comparison.runs}
+    return comparison.by, {path: x for path, x in numbers.items() if isinstance(x, int | float)}
 
 
 def _measure_names(runs: Sequence[_Run]) -> list[str]:

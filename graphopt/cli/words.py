@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from graphopt import data
 from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields, options_of
 from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.composition.record import RunRecord, mapping
 from graphopt.cli.run_folder import CONFIG
-from graphopt.cli.tuning.proposal import quoted
+from graphopt.cli.tuning.proposal import list_text, quoted
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
+from graphopt.data.columnar import column_names
+from graphopt.data.columns import cell_text
+from graphopt.data.files import csv_columns
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.model_folders import is_model_folder, model_in
 
@@ -31,6 +32,8 @@ _OF_RUNS = (
     "generate",
     "predict",
 )  # verbs that take the folder of runs
+_TABLES = {"csv", "parquet", "arrow"}
+_OF_TABLES = ("target", "features", "sample_weight", "labels")  # fields of all their readers; the model notes columns
 _MEANT = {  # by words that other programs take
     **dict.fromkeys(("fit", "run"), "train"),
     **dict.fromkeys(("infer", "inference"), "predict"),
@@ -83,12 +86,14 @@ def with_folders(words: Sequence[str]) -> list[str]:
     if words[:1] == ["predict"] and len(words) > 2 and is_run(*words[:2]) and _is_path(words[2]):
         record = RunRecord.read(Path(words[1]))
         options, fields = mapping(record and record.resolved.get("data")), [f"data.path={quoted(words[2])}"]
-        kind, tables = reader_of(words[2]), {"csv", "parquet", "arrow"}
+        kind = reader_of(words[2])
         if "replay" in options and kind:
             options, fields = options_of("data")[kind], [f"data={kind}", *fields]
-        elif record and {kind, record.choices.get("data")} <= tables and kind != record.choices["data"]:
-            fields = [f"data={kind}", *fields, f"data.target={quoted(str(options['target']))}"]
-        is_left_out = "target" in options and not _has_column(words[2], options)
+        elif record and kind != record.choices.get("data") and {kind, record.choices.get("data")} <= _TABLES:
+            carried = {name: options[name] for name in _OF_TABLES if options.get(name) is not None}
+            if not isinstance(carried.get("features"), Mapping):
+                fields = [f"data={kind}", *fields, *(f"data.{name}={_text(x)}" for name, x in carried.items())]
+        is_left_out = "target" in options and not _has_target(words[2], options)
         words = [*words[:2], *fields, *["data.target=null"] * is_left_out, *words[3:]]
     runs = [word for word in words if "=" not in word and os.path.isdir(word)]
     if "compare" in words and len(runs) > 1:
@@ -103,16 +108,23 @@ def with_folders(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _has_column(path: str, options: Mapping[str, Any]) -> bool:
-    """Return whether a table has the column that a run predicts, which is no feature then."""
-    kind = reader_of(path)
-    own = {name: options[name] for name in ("delimiter",) if kind == "csv" and name in options}
-    if kind in ("csv", "parquet", "arrow") and options.get("header", True) and isinstance(options["target"], str):
-        with suppress(GraphoptError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run repeats them
-            getattr(data, kind)(path, target=None, features=[options["target"]], columns="auto", **own)
-            return True
-    return False
+def _text(value: Any) -> str:
+    """Return a name or a class, or a list of these, as Hydra reads it."""
+    return list_text([*map(cell_text, value)]) if isinstance(value, list) else quoted(cell_text(value))
+
+
+def _has_target(path: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a table names the columns that a run predicts, which are no features then."""
+    kind, target = reader_of(path), options["target"]
+    targets = [str(name) for name in (target if isinstance(target, list) else [target])]
+    names: Collection[str] = ()
+    with suppress(GraphoptError):
+        if kind == "csv" and options.get("header", True):
+            own = {name: options[name] for name in ("delimiter",) if name in options}
+            names, _ = csv_columns(path, target=targets[0], **own)
+        elif kind in _TABLES and kind != "csv":
+            names = column_names(path)
+    return {*targets} <= {*names}
 
 
 def _is_path(word: str) -> bool:

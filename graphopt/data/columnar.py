@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,16 +63,27 @@ def parquet(
         GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
             expands too far.
     """
+    with _opened(path, expansion) as (names, read):
+        return of_columns(path, names, read, target, features, sample_weight, labels, columns)
+
+
+arrow = parquet
+
+
+def column_names(path: str) -> list[str]:
+    """Return the names of the columns of a file that `parquet` reads."""
+    with _opened(path, EXPANSION) as (names, _):
+        return names
+
+
+@contextlib.contextmanager
+def _opened(path: str, expansion: int) -> Iterator[_Opened]:
     pyarrow = imported(path, "pyarrow")
     imported(path, "pyarrow.parquet")
     with reading(path, "a Parquet file or an Arrow file", pyarrow.ArrowException):
         with open(Path(path), "rb") as file:
             is_parquet = file.read(len(_PARQUET)) == _PARQUET
-        names, read = (_parquet if is_parquet else _arrow)(pyarrow, path, expansion)
-        return of_columns(path, names, read, target, features, sample_weight, labels, columns)
-
-
-arrow = parquet
+        yield (_parquet if is_parquet else _arrow)(pyarrow, path, expansion)
 
 
 def arrays_of_arrow(table: Any) -> dict[str, np.ndarray]:

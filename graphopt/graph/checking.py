@@ -22,7 +22,6 @@ from google.protobuf.message import Message
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits, graphs_with_depth
 from graphopt.graph.operators import DYNAMIC_PRODUCTS, INTEGER_OPERATORS, MICROSOFT
-from graphopt.graph.roles import Role
 from graphopt.graph.traversal import wholes_of
 from graphopt.graph.values import is_floating, node_label
 
@@ -32,7 +31,6 @@ KERNELS = "ai.graphopt"  # the domain of compiled kernels, which only lowering m
 _MANY = 2**48  # elements: more than fits into any memory, and far from overflow
 EXTERNAL = onnx.TensorProto.EXTERNAL
 _TYPES = {dtype.value for dtype in ir.DataType} - {ir.DataType.UNDEFINED.value}
-_OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
 
 NCHWC = "com.microsoft.nchwc"
 CONVERTING = {"QuantizeLinear", "DequantizeLinear"}

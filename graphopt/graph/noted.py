@@ -18,10 +18,8 @@ from graphopt.graph.encoders import Encoders
 from graphopt.graph.metadata import Folded, InferenceForm, malformed, original_name
 from graphopt.graph.opsets import Versions
 from graphopt.graph.postprocessing import Detached, Notes
-from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, TargetSpec, role_of
+from graphopt.graph.roles import INPUTS, OF_MODEL, OUTPUTS, STATE, Role, TargetSpec, role_of
 from graphopt.graph.values import name_of
-
-_OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
 
 
 def check_metadata(model: ir.Model) -> None:
@@ -76,7 +74,7 @@ def _check_input(model: ir.Model, value: ir.Value) -> None:
 
 def _check_original_names(model: ir.Model) -> None:
     graph = model.graph
-    interface = [x for x in [*graph.inputs, *graph.outputs] if role_of(x) in _OF_MODEL]
+    interface = [x for x in [*graph.inputs, *graph.outputs] if role_of(x) in OF_MODEL]
     values = dict.fromkeys([*interface, *(x for x in graph.initializers.values() if not x.is_graph_input())])
     names = {x: original_name(x) for x in values}
     counts = Counter(names.values())

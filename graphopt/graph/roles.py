@@ -46,6 +46,7 @@ _BY_NAME = {role.value: role for role in Role}
 FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
 INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED, Role.SUMMED, Role.GRADIENT})
+OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
 OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED, Role.SUMMED, Role.GRADIENT})
 
 

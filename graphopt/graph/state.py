@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import KIND, ORIGINAL_NAME, OWNER, ROLE
-from graphopt.graph.roles import Role, check_inference, role_of, set_role, with_role
+from graphopt.graph.roles import OF_MODEL, Role, check_inference, role_of, set_role, with_role
 from graphopt.graph.values import Named, name_of, next_of
 
 INITIAL = "graphopt.initial"
@@ -194,7 +194,7 @@ def check_free(model: ir.Model, name: str) -> None:
     values = ir.convenience.create_value_mapping(model.graph)
     if name in values:
         problem = f"the model already has a value named {name!r}, a name that training needs: rename it in the model"
-        if role_of(values[name]) is not None:
+        if role_of(values[name]) not in OF_MODEL:
             problem = (
                 f"expected one part of training with {name!r}, found two: leave one out, or add losses by passes.Losses"
             )

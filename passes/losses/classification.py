@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -514,11 +515,17 @@ def activation_behind(x: ir.Value | None) -> str | None:
             return node.op_type + beside
         if node.op_type == "Div" and _is_sum(node.inputs[1], node.inputs[0]):
             return "a division by its own sum"
-        if node.op_type == "Concat" and any(_is_rest(*pair) for pair in itertools.permutations(node.inputs, 2)):
+        if node.op_type == "Concat" and _is_pair(x, node.inputs):
             beside = " with 1 - p beside p"
         is_share = node.op_type == "Concat" or _is_rest(x)
         x = node.inputs[-1] if is_share else node.inputs[0] if node.op_type in _KEEPING else None
     return None
+
+
+def _is_pair(x: ir.Value, parts: Sequence[ir.Value | None]) -> bool:
+    """Return whether a value is two columns, p and 1 - p, of its two parts."""
+    last = [None if y is None or not y.shape else y.shape[-1] for y in (x, *parts)]
+    return last == [2, 1, 1] and any(_is_rest(*pair) for pair in itertools.permutations(parts))
 
 
 def _is_rest(x: ir.Value | None, of: ir.Value | None = None) -> bool:

@@ -320,9 +320,9 @@ def _last_layers(model: ir.Model) -> tuple[list[str], bool]:
 
 
 def _better(console: Console, head: Path) -> Path:
-    """Print which run in a folder has the best measure with the weights of its file, and return its folder."""
-    measure, values = finals(head)
-    best = next(iter(values))
+    """Print which of both runs has the best measure with the weights of its file, and return its folder."""
+    measure, values = finals(head, head / DEEPER)
+    best = next(iter(values), head)
     texts = ", ".join(f"{folder} {measure_text(measure, value)}" for folder, value in sorted(values.items()))
     rows = "" if measure == "loss" else " of held-out rows"
     say(console, "best", f"{best / MODEL}, by the {label_of(measure)}{rows}: {texts}")

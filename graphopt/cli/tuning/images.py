@@ -188,8 +188,9 @@ def _pixels(
         moments = PIXELS[word]
     mean, scale = moments
     is_unit = moments == PIXELS["unit"]
-    formula = "x" if is_unit else "255 x" if moments == PIXELS["bytes"] else f"(x - {_shown(mean)}) / {_shown(scale)}"
-    proposed.lines["pixels"] = f"{word and word + ': '}{formula}{' of x' * (not is_unit)} from 0 to 1, {why}"
+    formula = "x" if is_unit else f"(x - {_shown(mean)}) / {_shown(scale)} of x"
+    becomes = "0 to 255" if moments == PIXELS["bytes"] else f"{formula} from 0 to 1"
+    proposed.lines["pixels"] = f"{word and word + ': '}{becomes}, {why}"
     if not is_unit:
         proposed.fields |= {
             "standardize": "inputs",

@@ -51,13 +51,13 @@ class Notes:
     def of(cls, file: Path, model: ir.Model) -> Notes:
         """Return the notes of a model: its own first, then those in its folder, and above a folder `onnx`.
 
-        Read are the metadata `Image.NominalPixelRange` and `labels`, the first nodes, the classes of scikit-learn's
-        operators, `preprocessor_config.json` of transformers, and `config.json` of timm and transformers.
+        Read are the metadata `Image.NominalPixelRange` and `labels`, the classes of scikit-learn's operators,
+        `preprocessor_config.json` of transformers, `config.json` of timm and transformers, and last the first nodes.
 
         Raises:
             GraphoptError: a file beside the model is too large, or no JSON.
         """
-        moments = _RANGES.get(PIXEL_RANGE.read(model) or "", PIXELS["bytes"] if _rescales_bytes(model) else None)
+        moments = _RANGES.get(PIXEL_RANGE.read(model) or "")
         found = [
             cls(None if moments is None else (moments, str(file)), labels=labels_in(model) or _of_classifier(model))
         ]
@@ -68,6 +68,8 @@ class Notes:
                     place = above_or_beside / name
                     said = json_of(read_file(place, MOST_BYTES), str(place))
                     found.append(read(str(place), said) if isinstance(said, dict) else cls())
+        if _rescales_bytes(model):
+            found.append(cls((PIXELS["bytes"], str(file))))
         return cls(
             next((note.moments for note in found if note.moments), None),
             next((note.size for note in found if note.size), None),
@@ -76,20 +78,24 @@ class Notes:
 
 
 def _rescales_bytes(model: ir.Model) -> bool:
-    """Return whether the first nodes bring numbers from 0 to 255 near 1, as Keras's Rescaling(1 / 255) does."""
+    """Return whether the first nodes bring bytes to 0 to 1 or to -1 to 1, or subtract means of bytes.
+
+    Keras's Rescaling(1 / 255) and Rescaling(1 / 127.5, offset=-1) do so.
+    """
     inputs, factor = [x for x in model.graph.inputs if not x.is_initializer()], 1.0
     x, is_moved = (inputs[0] if len(inputs) == 1 else None), False
     while x is not None and len({*x.consumers()}) == 1:
         node = x.consumers()[0]
         numbers = next((array for y in node.inputs if (array := constant_of(y)) is not None), None)
-        if node.op_type in ("Mul", "Div") and node.inputs[0] is x and numbers is not None and np.all(numbers > 0):
+        is_scaled = node.op_type == "Mul" or (node.op_type == "Div" and node.inputs[0] is x)
+        if is_scaled and numbers is not None and np.all(numbers > 0):
             factor *= float(numbers.max()) if node.op_type == "Mul" else 1 / float(numbers.min())
         elif node.op_type in ("Add", "Sub") and numbers is not None:
             is_moved = is_moved or float(np.abs(numbers).min()) > MEAN_OF_BYTES * factor
         elif node.op_type not in ("Cast", "Identity", "Transpose"):
             break
         x = node.outputs[0]
-    return is_moved or 0.5 < 255 * factor < 16
+    return is_moved or any(math.isclose(255 * factor, width, rel_tol=0.01) for width in (1, 2))
 
 
 def _of_classifier(model: ir.Model) -> list[str] | None:

@@ -5,6 +5,7 @@ const MOST_CLASSES = 20; // of a column of whole numbers that is taken for class
 const MOST = 10000; // classes, as the compiler takes them
 const MOST_BYTES = 2 ** 31; // of all features
 const OPEN_SIZE = 224; // pixels, where the model takes any
+const KEEPS = 250; // the opacity, of 255, from which a canvas keeps colours
 const SHOWN = 40; // characters of a cell in a message
 
 /** What pixels from 0 to 1 become, by the words of `graphopt tune --pixels`: a mean and a scale of each channel. */
@@ -142,7 +143,8 @@ export async function features(data, shape, pixels, progress) {
 
 /** Return a picture as numbers: as large as it fits over the size, its middle, each channel less a mean by a scale. */
 async function picture(file, [width, height], channels, isFirst, [means, scales]) {
-  const read = file.type === "image/jpeg" ? Promise.reject() : opaque(file);
+  const isOpaque = file.type === "image/jpeg";
+  const read = isOpaque ? Promise.reject() : opaque(file);
   const bitmap = await read.catch(() => createImageBitmap(file, { colorSpaceConversion: "none" })).catch(() => {
     throw new Error(`${file.name}: expected a picture that this browser reads`);
   });
@@ -156,6 +158,11 @@ async function picture(file, [width, height], channels, isFirst, [means, scales]
   const count = width * height;
   const numbers = new Float32Array(count * channels);
   for (let i = 0; i < count; i++) {
+    if (!isOpaque && data[4 * i + 3] < KEEPS)
+      throw new Error(
+        `${file.name}: expected opaque pixels, found transparent ones, whose colours this browser does not keep: ` +
+          "save it as a JPEG, or smaller",
+      );
     const colors = data.subarray(4 * i, 4 * i + 3);
     for (let c = 0; c < channels; c++) {
       const value = (channels === 3 ? colors[c] : 0.299 * colors[0] + 0.587 * colors[1] + 0.114 * colors[2]) / 255;
@@ -165,22 +172,27 @@ async function picture(file, [width, height], channels, isFirst, [means, scales]
   return numbers;
 }
 
-let gl, frame; // a canvas of two dimensions multiplies colours by their opacity
+let gl; // a canvas of two dimensions multiplies colours by their opacity
 
-/** Return a picture whose colours stay, however transparent it was. */
+/** Return a picture whose colours stay, however transparent it was; fail where this browser cannot. */
 async function opaque(file) {
   const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none", premultiplyAlpha: "none" });
-  gl ??= new OffscreenCanvas(1, 1).getContext("webgl2");
+  if (!gl || gl.isContextLost()) gl = new OffscreenCanvas(1, 1).getContext("webgl2");
   const { width, height } = bitmap;
-  const [pixels, texture] = [new Uint8Array(4 * width * height), gl.createTexture()];
-  gl.bindFramebuffer(gl.FRAMEBUFFER, (frame ??= gl.createFramebuffer()));
+  if (Math.max(width, height) > gl.getParameter(gl.MAX_TEXTURE_SIZE)) throw new Error("a picture that is larger than a texture");
+  const [pixels, texture, frame] = [new Uint8Array(4 * width * height), gl.createTexture(), gl.createFramebuffer()];
+  gl.bindFramebuffer(gl.FRAMEBUFFER, frame);
   gl.bindTexture(gl.TEXTURE_2D, texture);
   gl.texImage2D(gl.TEXTURE_2D, 0, gl.RGBA, gl.RGBA, gl.UNSIGNED_BYTE, bitmap);
   gl.framebufferTexture2D(gl.FRAMEBUFFER, gl.COLOR_ATTACHMENT0, gl.TEXTURE_2D, texture, 0);
   gl.readPixels(0, 0, width, height, gl.RGBA, gl.UNSIGNED_BYTE, pixels);
+  gl.deleteFramebuffer(frame);
   gl.deleteTexture(texture);
   bitmap.close();
-  if (gl.getError()) throw new Error("a picture that is larger than a texture");
+  if (gl.getError() || gl.isContextLost()) {
+    gl = undefined; // its other errors, too
+    throw new Error("WebGL has failed");
+  }
   for (let i = 3; i < pixels.length; i += 4) pixels[i] = 255;
   return createImageBitmap(new ImageData(new Uint8ClampedArray(pixels.buffer), width, height), { colorSpaceConversion: "none" });
 }
