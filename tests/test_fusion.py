@@ -72,6 +72,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         "fold_momentum_into_gemm": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
     elsewhere = {
+        "add_rows_by_element",
         "compute_bfloat16_in_float32",
         "gather_blocks",
         "join_small_vectors",
@@ -649,3 +650,45 @@ def test_what_looks_like_what_a_fusion_replaces_trains_as_in_pytorch(name, optim
     for name, twin in twins.items():
         moved, right = executor.state[name] - weights[name], twin.detach().numpy() - weights[name]
         np.testing.assert_allclose(moved, right, atol=1e-4 * np.abs(right).max(), err_msg=name)
+
+
+PLACES = {  # the array, the rows that are added, and their places, some of which are equal
+    "rows": ((5, 3), np.array([[[4], [-5]], [[4], [1]]])),
+    "numbers": ((5,), np.array([[4], [-5], [4], [0]])),
+    "rows of two columns": ((4, 2, 3), np.array([[3, -1], [0, 1], [-1, 1], [-4, -2]])),
+    "elements of three columns": ((4, 2, 3), np.array([[[3, -1, 0]], [[-1, 1, -3]], [[0, 0, 2]]])),
+    "no rows": ((5, 3), np.zeros((0, 1), np.int64)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float", "double", "int64"])
+@pytest.mark.parametrize("name", PLACES)
+def test_a_scatter_that_adds_is_one_of_elements_on_cpus(name, dtype):
+    """ONNX Runtime's ScatterND loses rows on several threads (tests/faults.py: ScatterND-threads)."""
+    shape, places = PLACES[name]
+    columns = places.shape[-1]
+    sizes = [*places.shape[:-1], *shape[columns:]]
+    wheres, rows = (f"[{', '.join(['N', *map(str, more)])}]" for more in (places.shape[1:], sizes[1:]))
+    array = f"{dtype}{list(shape)}"
+    proto = model(
+        f"""g ({array} x, bool c, int64{wheres} i, {dtype}{rows} r) => ({array} y, {array} z) {{
+            h = ScatterND<reduction="add">(x, i, r) z = Neg(h) y = If(c) <
+            then_branch = yes () => ({array} p) {{ p = ScatterND<reduction="add">(x, i, r) }},
+            else_branch = no () => ({array} q) {{ q = Neg(x) }}> }}"""
+    )
+    feeds = {"x": RNG.integers(-9, 9, shape), "i": places, "r": RNG.integers(-9, 9, sizes)}
+    kind = {"float": np.float32, "double": np.float64, "int64": np.int64}[dtype]
+    feeds = {"c": np.array(True), **{k: x if k == "i" else x.astype(kind) for k, x in feeds.items()}}
+    expected = feeds["x"].copy()
+    np.add.at(expected, tuple(np.moveaxis(places, -1, 0)), feeds["r"])
+    lowered = {target: graphopt.lower(proto, target) for target in ("native", "onnxruntime", "portable")}
+    for written in lowered.values():
+        assert "ScatterND" not in {node.op_type for node in written.graph.all_nodes()}
+    for written in (lowered["onnxruntime"], lowered["portable"]):
+        found = graphopt.run(ir.to_proto(written), feeds)
+        np.testing.assert_array_equal([found["y"], -found["z"]], [expected, expected])
+        if len(places):
+            beyond = places.copy()
+            beyond.flat[0] = shape[0]
+            with pytest.raises(Exception, match=r"(?i)indic|index"):
+                graphopt.run(ir.to_proto(written), {**feeds, "i": beyond})

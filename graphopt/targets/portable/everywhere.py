@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of
+from graphopt.graph.values import constant_of, rank
 from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.portable.form import Form, given, known_sizes
+
+_ADDED = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64  # by ScatterElements on CPUs
 
 
 def product_of_shape(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -99,3 +102,23 @@ def product_by_a_copy(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     if a is None or b is None or w is None or len(b.uses()) < 2:
         return None
     return [op.MatMul(a, op.constant(np.ascontiguousarray(w.T)))]
+
+
+def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a ScatterND that adds rows as a ScatterElements along one flat axis, which adds in order.
+
+    ONNX Runtime's ScatterND loses rows on several threads of a CPU (tests/faults.py: ScatterND-threads).
+    """
+    x, where, rows = map(given, node.inputs)
+    columns = (known_sizes(where) or [None])[-1]
+    if node.attributes.get_string("reduction") != "add" or x.dtype not in _ADDED or x.shape is None or not columns:
+        return None
+    shape = op.Shape(x)
+    if columns > 1:  # the number of the row that several columns name, which this looks up and checks
+        heads = op.Slice(shape, [0], [columns])
+        where = op.GatherND(op.Reshape(op.Range(0, op.ReduceProd(heads, keepdims=0), 1), heads), where)
+    if columns < rank(x):
+        width = op.ReduceProd(op.Slice(shape, [columns], [sys.maxsize]), keepdims=0)
+        where = op.Add(op.Mul(op.Reshape(where, [-1, 1]), width), op.Range(0, width, 1))
+    flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
+    return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction="add"), shape)]

@@ -25,6 +25,7 @@ from graphopt.targets.portable.everywhere import (
     chain_of_sums,
     product_by_a_copy,
     product_of_shape,
+    rows_by_element,
 )
 from graphopt.targets.portable.form import Form
 from graphopt.targets.portable.normalizations import batch_normalization, centered, layer_normalization
@@ -89,11 +90,23 @@ class Portable(Pass):
         if self.target in REWRITINGS:
             with interface_kept(model):
                 changed = REWRITINGS[self.target](model)
-        with Emitter(model) as op:
-            changed |= _rewrite(op, model.graph, forms)
-        if changed:
+        if _write(model, forms) or changed:
             model.graph.sort()
             Simplify().rewrite(model)
+
+
+def add_rows_by_element(model: ir.Model) -> bool:
+    """Add rows by ScatterElements in place of ScatterND, which loses some on several threads of a CPU."""
+    changed = _write(model, {"ScatterND": rows_by_element})
+    if changed:
+        model.graph.sort()
+    return changed
+
+
+def _write(model: ir.Model, forms: Mapping[str, Form]) -> bool:
+    """Write the operators of a model in forms; return whether any was written."""
+    with Emitter(model) as op:
+        return _rewrite(op, model.graph, forms)
 
 
 def _rewrite(op: Emitter, graph: ir.Graph, forms: Mapping[str, Form]) -> bool:
