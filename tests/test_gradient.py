@@ -242,6 +242,13 @@ def test_gathered_axes_of_no_elements_have_gradients(shape: tuple[int, ...], cou
     np.testing.assert_array_equal(found, expected)
 
 
+def test_gathered_numbers_of_16_bits_have_gradients() -> None:
+    graph = parsed("g (float16[3] x, int64[K] i) => (float16[K] y) { y = Gather(x, i) }")
+    feeds = {"x": np.ones(3, np.float16), "i": np.array([0, -1, 0])}
+    found = graphopt.run(graphopt.grad(graph, ["x"]), feeds)["y.grad.x"]
+    np.testing.assert_array_equal(found, np.array([2, 0, 1], np.float16))
+
+
 def test_an_output_that_nothing_uses_has_a_zero_gradient() -> None:
     model = parsed("g (float[4] x) => (float[2] y) { a, b = Split<axis = 0, num_outputs = 2>(x) y = Mul(a, a) }")
     found = check_gradient(model, {"x": spaced(4)})

@@ -253,9 +253,8 @@ class _Step:
             numbers = sum(state[name].size for name in self.forward.gradients)
             is_worth = numbers >= MANY * max(1, len(self.forward.gradients))
             self._update = update_part(whole, self.forward.gradients) if is_worth else None
-            predictions = {
-                y.name for y in with_role(whole, Role.PREDICTION)
-            }  # are large, and only a loss may read them
+            # Predictions are large, and only a loss may read them.
+            predictions = {y.name for y in with_role(whole, Role.PREDICTION)}
             left = predictions - {x.name for x in self.forward.part.graph.inputs}
             left |= self._update.outputs if self._update is not None else set()
             whole = viewed_model(whole, [y for y in whole.graph.outputs if y.name not in left])

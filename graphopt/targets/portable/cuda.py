@@ -134,7 +134,7 @@ def _expanded(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Add rows into others by elements: one thread adds a whole row otherwise (512 of 256: 5 us in place of 95)."""
+    """Add rows into others by elements, in files: one thread adds a whole row otherwise (512 of 256: 5 us, not 95)."""
     data, indices, rows = map(given, node.inputs)
     shape, row = known_sizes(indices), (known_sizes(data) or [])[1:]
     if shape is None or shape[-1] != 1 or node.attributes.get_string("reduction") != "add":
