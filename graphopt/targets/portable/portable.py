@@ -95,8 +95,8 @@ class Portable(Pass):
             Simplify().rewrite(model)
 
 
-def add_rows_by_element(model: ir.Model) -> bool:
-    """Add rows by ScatterElements in place of ScatterND, which loses some on several threads of a CPU."""
+def scatter_by_element(model: ir.Model) -> bool:
+    """Reduce rows by ScatterElements in place of ScatterND, which loses some on several threads of a CPU."""
     changed = _write(model, {"ScatterND": rows_by_element})
     if changed:
         model.graph.sort()
