@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 
@@ -124,3 +125,23 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         where = op.Add(op.Mul(op.Reshape(where, [-1, 1]), width), op.Range(0, width, 1))
     flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
     return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape)]
+
+
+def added_by_product(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a ScatterElements that adds into a vector as a product of marks: MNN keeps the last of those at one place.
+
+    The vector becomes a matrix, nearly square if its size S has such factors: then n numbers have 2 n sqrt(S) marks.
+    """
+    x, where, values = map(given, node.inputs)
+    sizes = known_sizes(x)
+    if node.attributes.get_string("reduction") != "add" or sizes is None or len(sizes) != 1 or not sizes[0]:
+        return None
+    columns = math.isqrt(sizes[0])
+    while sizes[0] % columns:
+        columns -= 1
+    rows = sizes[0] // columns
+    where = op.cast(op.Where(op.Less(where, 0), where + sizes[0], where), ir.DataType.INT64)
+    row = op.cast(op.Equal(op.Range(0, rows, 1), op.Unsqueeze(where / columns, [1])), x.dtype)
+    column = op.cast(op.Equal(op.Range(0, columns, 1), op.Unsqueeze(op.Mod(where, columns), [1])), x.dtype)
+    total = op.MatMul(op.Transpose(row * op.Unsqueeze(values, [1]), perm=[1, 0]), column)
+    return [x + op.Reshape(total, [-1])]
