@@ -214,6 +214,12 @@ CASES = {
             y = ScatterElements<reduction="add">(x, i, r) }""",
         {"i": np.array([1, 1, 17, -14, 4]), "N": 5},
     ),
+    "numbers added along an axis": (
+        "mnn",
+        """g (float[3,4] x, int64[2,N] i, float[2,N] r) => (float[3,4] y) {
+            y = ScatterElements<axis=1, reduction="add">(x, i, r) }""",
+        {"i": np.array([[1, 1, 3], [0, -4, 0]]), "N": 3},
+    ),
     "rows of two columns added to rows": (
         "mnn",
         """g (float[3,2,4] x, int64[N,2] i, float[N,4] r) => (float[3,2,4] y) {

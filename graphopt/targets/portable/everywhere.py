@@ -128,20 +128,21 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def added_by_product(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write a ScatterElements that adds into a vector as a product of marks: MNN keeps the last of those at one place.
+    """Write a ScatterElements that adds as a product of marks: MNN keeps the last of the numbers for one place.
 
-    The vector becomes a matrix, nearly square if its size S has such factors: then n numbers have 2 n sqrt(S) marks.
+    The array becomes a matrix, nearly square if its size S has such factors: then n numbers have 2 n sqrt(S) marks.
     """
     x, where, values = map(given, node.inputs)
     sizes = known_sizes(x)
-    if node.attributes.get_string("reduction") != "add" or sizes is None or len(sizes) != 1 or not sizes[0]:
+    if node.attributes.get_string("reduction") != "add" or not sizes or None in sizes or 0 in sizes:
         return None
-    columns = math.isqrt(sizes[0])
-    while sizes[0] % columns:
-        columns -= 1
-    rows = sizes[0] // columns
-    where = op.cast(op.Where(op.Less(where, 0), where + sizes[0], where), ir.DataType.INT64)
-    row = op.cast(op.Equal(op.Range(0, rows, 1), op.Unsqueeze(where / columns, [1])), x.dtype)
-    column = op.cast(op.Equal(op.Range(0, columns, 1), op.Unsqueeze(op.Mod(where, columns), [1])), x.dtype)
-    total = op.MatMul(op.Transpose(row * op.Unsqueeze(values, [1]), perm=[1, 0]), column)
-    return [x + op.Reshape(total, [-1])]
+    size = math.prod(sizes)  # type: ignore[arg-type]
+    columns = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+    places = op.Reshape(op.Range(0, size, 1), sizes)
+    axis = node.attributes.get_int("axis", 0)
+    where = op.Where(op.Less(where, 0), where + sizes[axis], where)  # MNN's GatherElements counts from the start alone
+    where = op.Reshape(op.GatherElements(places, where, axis=axis), [-1, 1])
+    row = op.cast(op.Equal(op.Range(0, size // columns, 1), where / columns), x.dtype)
+    column = op.cast(op.Equal(op.Range(0, columns, 1), op.Mod(where, columns)), x.dtype)
+    total = op.MatMul(op.Transpose(row * op.Reshape(values, [-1, 1]), perm=[1, 0]), column)
+    return [x + op.Reshape(total, sizes)]
