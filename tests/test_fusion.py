@@ -72,7 +72,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         "fold_momentum_into_gemm": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
     elsewhere = {
-        "add_rows_by_element",
+        "scatter_by_element",
         "compute_bfloat16_in_float32",
         "gather_blocks",
         "join_small_vectors",
@@ -661,9 +661,12 @@ PLACES = {  # the array, the rows that are added, and their places, some of whic
 }
 
 
-@pytest.mark.parametrize("dtype", ["float", "double", "int64"])
+REDUCTIONS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+@pytest.mark.parametrize(("how", "dtype"), [("add", "float"), ("mul", "double"), ("max", "int64"), ("min", "int32")])
 @pytest.mark.parametrize("name", PLACES)
-def test_a_scatter_that_adds_is_one_of_elements_on_cpus(name, dtype):
+def test_a_scatter_that_reduces_is_one_of_elements_on_cpus(name, how, dtype):
     """ONNX Runtime's ScatterND loses rows on several threads (tests/faults.py: ScatterND-threads)."""
     shape, places = PLACES[name]
     columns = places.shape[-1]
@@ -672,15 +675,15 @@ def test_a_scatter_that_adds_is_one_of_elements_on_cpus(name, dtype):
     array = f"{dtype}{list(shape)}"
     proto = model(
         f"""g ({array} x, bool c, int64{wheres} i, {dtype}{rows} r) => ({array} y, {array} z) {{
-            h = ScatterND<reduction="add">(x, i, r) z = Neg(h) y = If(c) <
-            then_branch = yes () => ({array} p) {{ p = ScatterND<reduction="add">(x, i, r) }},
+            h = ScatterND<reduction="{how}">(x, i, r) z = Neg(h) y = If(c) <
+            then_branch = yes () => ({array} p) {{ p = ScatterND<reduction="{how}">(x, i, r) }},
             else_branch = no () => ({array} q) {{ q = Neg(x) }}> }}"""
     )
     feeds = {"x": RNG.integers(-9, 9, shape), "i": places, "r": RNG.integers(-9, 9, sizes)}
-    kind = {"float": np.float32, "double": np.float64, "int64": np.int64}[dtype]
+    kind = {"float": np.float32, "double": np.float64}.get(dtype, dtype)
     feeds = {"c": np.array(True), **{k: x if k == "i" else x.astype(kind) for k, x in feeds.items()}}
     expected = feeds["x"].copy()
-    np.add.at(expected, tuple(np.moveaxis(places, -1, 0)), feeds["r"])
+    REDUCTIONS[how].at(expected, tuple(np.moveaxis(places, -1, 0)), feeds["r"])
     lowered = {target: graphopt.lower(proto, target) for target in ("native", "onnxruntime", "portable")}
     for written in lowered.values():
         assert "ScatterND" not in {node.op_type for node in written.graph.all_nodes()}
@@ -692,3 +695,18 @@ def test_a_scatter_that_adds_is_one_of_elements_on_cpus(name, dtype):
             beyond.flat[0] = shape[0]
             with pytest.raises(Exception, match=r"(?i)indic|index"):
                 graphopt.run(ir.to_proto(written), {**feeds, "i": beyond})
+
+
+def test_rows_of_one_number_are_added_on_two_threads():
+    """Of 40 such steps, and of 40 evaluations, 10 to 22 lost rows."""
+    proto = model(
+        """g (float[N,1] x, int64[N,1] i) => (float[1,1] y) {
+            h = MatMul(x, w) y = ScatterND<reduction="add">(z, i, h) }""",
+        w=np.ones((1, 1)),
+        z=np.zeros((1, 1)),
+    )
+    steps = {"parameters": passes.Parameters(["w"]), "loss": passes.MeanAbsoluteError(), "optimizer": passes.SGD(0.0)}
+    executor, n = graphopt.Executor(graphopt.compile(proto, **steps), threads=2, native=False), 400_000
+    feeds = {"x": np.ones((n, 1), "f"), "i": np.zeros((n, 1), np.int64), "target": np.zeros((1, 1), "f")}
+    for compute in (executor.step, executor.evaluate):
+        assert [float(compute(feeds)["loss"]) for _ in range(10)] == [n] * 10

@@ -208,6 +208,24 @@ CASES = {
             y = ScatterND<reduction="add">(x, i, r) }""",
         {"x": numbers(6, 3, 2), "i": np.array([[1], [5], [1], [0]]), "r": numbers(4, 3, 2)},
     ),
+    "numbers added to a vector": (
+        "mnn",
+        """g (float[18] x, int64[N] i, float[N] r) => (float[18] y) {
+            y = ScatterElements<reduction="add">(x, i, r) }""",
+        {"i": np.array([1, 1, 17, -14, 4]), "N": 5},
+    ),
+    "numbers added along an axis": (
+        "mnn",
+        """g (float[3,4] x, int64[2,N] i, float[2,N] r) => (float[3,4] y) {
+            y = ScatterElements<axis=1, reduction="add">(x, i, r) }""",
+        {"i": np.array([[1, 1, 3], [0, -4, 0]]), "N": 3},
+    ),
+    "rows of two columns added to rows": (
+        "mnn",
+        """g (float[3,2,4] x, int64[N,2] i, float[N,4] r) => (float[3,2,4] y) {
+            y = ScatterND<reduction="add">(x, i, r) }""",
+        {"i": np.array([[2, -1], [0, 1], [-1, 1]]), "N": 3},
+    ),
     "layer normalization": (
         "tvm",
         """g (float[N,3,5] x, float[3,5] s, float[3,5] b) => (float[N,3,5] y, float[N,1,1] m, float[N,1,1] i) {

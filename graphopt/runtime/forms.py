@@ -48,6 +48,7 @@ from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat1
 from graphopt.targets.native.lowering import Lowered, kept_kernels, lacks_parts, lower_to_kernels, threads_of
 from graphopt.targets.native.toolchain import logger
 from graphopt.targets.packing import pack_numbers
+from graphopt.targets.portable.portable import scatter_by_element
 from graphopt.targets.target import ONNXRUNTIME
 
 MARK = b"\xa5"  # no step computes a state of only these bytes
@@ -380,10 +381,12 @@ def _warn_of_precision(device: Device) -> None:
 
 
 def runnable(device: Device, model: ir.Model) -> ir.Model:
-    """Return a graph as a device can run it: the CPU does not compute in bfloat16."""
-    if not device.on_cpu or not any(map(is_of_bfloat16, model.graph.all_nodes())):
+    """Return a graph as a device can run it: the CPU does not compute in bfloat16, and loses rows of a ScatterND."""
+    nodes = model.graph.all_nodes()
+    if not device.on_cpu or not any(is_of_bfloat16(node) or node.op_type == "ScatterND" for node in nodes):
         return model
     model = model.clone()
+    scatter_by_element(model)
     compute_bfloat16_in_float32(model)
     return model
 

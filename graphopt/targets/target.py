@@ -95,7 +95,7 @@ class Target(Checked):
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
 # Fusions for ONNX Runtime's CPU provider: ScatterND, which is wrong there, bfloat16, for which it has few kernels, and
 # a faster gradient of MaxPool.
-_CPU_ALONE = ("add_rows_by_element", "compute_bfloat16_in_float32", "unpool_first_maxima")
+_CPU_ALONE = ("scatter_by_element", "compute_bfloat16_in_float32", "unpool_first_maxima")
 # Fusions that another runtime does not need, or computes slower: WebGPU takes 14 times as long for MaxPool by planes.
 _LEFT_OUT = {
     "cuda": (

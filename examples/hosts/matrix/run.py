@@ -127,7 +127,6 @@ REASONS = {
     r"(Scan) is not implemented for other": r"\1 backwards refused",
     r"graph is not (acyclic)": "cuts the graph into a cycle",
     r"(LayerNormalization) expects 1 output": r"\1 refused",
-    r"Unsupported value of attribute: `reduction`": "ScatterND refused",
     r"node not found in (graph cache)": "Loop or Scan refused",
     r"need at least one array to concatenate": "Loop refused",
     r"(load_module_from_file)": "conversion fails",

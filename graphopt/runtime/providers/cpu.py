@@ -12,6 +12,7 @@ import onnx_ir as ir
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.runtime.providers.provider import CPU, Provider
 from graphopt.targets.native.precision import UNITS, obstacle
+from graphopt.targets.portable.portable import scatter_by_element
 from graphopt.targets.target import ONNXRUNTIME, Target
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Cpu(Provider):
         return ONNXRUNTIME
 
     def with_forms(self, part: ir.Model) -> ir.Model:
+        scatter_by_element(part)
         return part
 
     @functools.cached_property

@@ -48,7 +48,7 @@ from graphopt.targets.native.toolchain import (
     code_digest,
     compiler,
 )
-from graphopt.targets.portable.portable import add_rows_by_element
+from graphopt.targets.portable.portable import scatter_by_element
 from graphopt.targets.updates import fold_updates
 
 KERNEL_KINDS = ("kernels", "products", "convolutions", "pools", "scans", "attention")
@@ -239,7 +239,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     infer_anew(model)
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     gather_blocks(model)
-    add_rows_by_element(model)
+    scatter_by_element(model)
     if not is_inferred(model):
         infer_anew(model)
     forms = NodeForms(dict(model.opset_imports))

@@ -22,13 +22,13 @@ from graphopt.targets.onnxruntime.convolution import (
     widen_convolution_products,
 )
 from graphopt.targets.onnxruntime.vectors import column_sums_as_product
-from graphopt.targets.portable.portable import add_rows_by_element
+from graphopt.targets.portable.portable import scatter_by_element
 from graphopt.targets.scan import vectorize_steps
 from graphopt.targets.updates import UPDATES, Rewriting
 
 # Recipes use the names.
 FUSIONS: dict[str, Rewriting] = {
-    "add_rows_by_element": add_rows_by_element,
+    "scatter_by_element": scatter_by_element,
     "compute_bfloat16_in_float32": lambda model: bool(compute_bfloat16_in_float32(model)),
     "transposed_convolution_as_convolution": transposed_convolution_as_convolution,
     "widen_convolution_products": widen_convolution_products,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,7 @@ from graphopt.graph.values import constant_of, rank
 from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.portable.form import Form, given, known_sizes
 
-_ADDED = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64  # by ScatterElements on CPUs
+_REDUCED = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64  # by ScatterElements on CPUs
 
 
 def product_of_shape(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -105,13 +106,15 @@ def product_by_a_copy(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write a ScatterND that adds rows as a ScatterElements along one flat axis, which adds in order.
+    """Write a ScatterND that reduces as a ScatterElements along one flat axis.
 
-    ONNX Runtime's ScatterND loses rows on several threads of a CPU (tests/faults.py: ScatterND-threads).
+    On several threads of a CPU, ONNX Runtime's ScatterND loses rows (tests/faults.py: ScatterND-threads), and
+    ScatterElements takes all in order.
     """
     x, where, rows = map(given, node.inputs)
     columns = (known_sizes(where) or [None])[-1]
-    if node.attributes.get_string("reduction") != "add" or x.dtype not in _ADDED or x.shape is None or not columns:
+    how = node.attributes.get_string("reduction", "none")
+    if how == "none" or x.dtype not in _REDUCED or x.shape is None or not columns:
         return None
     shape = op.Shape(x)
     if columns > 1:  # the number of the row that several columns name, which this looks up and checks
@@ -121,4 +124,25 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         width = op.ReduceProd(op.Slice(shape, [columns], [sys.maxsize]), keepdims=0)
         where = op.Add(op.Mul(op.Reshape(where, [-1, 1]), width), op.Range(0, width, 1))
     flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
-    return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction="add"), shape)]
+    return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape)]
+
+
+def added_by_product(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a ScatterElements that adds as a product of marks: MNN keeps the last of the numbers for one place.
+
+    The array becomes a matrix, nearly square if its size S has such factors: then n numbers have 2 n sqrt(S) marks.
+    """
+    x, where, values = map(given, node.inputs)
+    sizes = known_sizes(x)
+    if node.attributes.get_string("reduction") != "add" or not sizes or None in sizes or 0 in sizes:
+        return None
+    size = math.prod(sizes)  # type: ignore[arg-type]
+    columns = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+    places = op.Reshape(op.Range(0, size, 1), sizes)
+    axis = node.attributes.get_int("axis", 0)
+    where = op.Where(op.Less(where, 0), where + sizes[axis], where)  # MNN's GatherElements counts from the start alone
+    where = op.Reshape(op.GatherElements(places, where, axis=axis), [-1, 1])
+    row = op.cast(op.Equal(op.Range(0, size // columns, 1), where / columns), x.dtype)
+    column = op.cast(op.Equal(op.Range(0, columns, 1), op.Mod(where, columns)), x.dtype)
+    total = op.MatMul(op.Transpose(row * op.Reshape(values, [-1, 1]), perm=[1, 0]), column)
+    return [x + op.Reshape(total, sizes)]

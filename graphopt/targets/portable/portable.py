@@ -21,6 +21,7 @@ from graphopt.graph.values import like, name_of, swap
 from graphopt.targets.portable.cuda import CUDA, join_small_arrays
 from graphopt.targets.portable.everywhere import (
     ALONG_NO_AXIS,
+    added_by_product,
     average_of_whole_windows,
     chain_of_sums,
     product_by_a_copy,
@@ -47,7 +48,11 @@ ANY_VERSION: dict[str, Form] = {
 FORMS: dict[str, Mapping[str, Form]] = {
     "cuda": CUDA,
     "iree": {},
-    "mnn": {"BatchNormalization": batch_normalization},
+    "mnn": {
+        "BatchNormalization": batch_normalization,
+        "ScatterElements": added_by_product,
+        "ScatterND": rows_by_element,
+    },
     "openvino": {"Gemm": product_by_a_copy, "LayerNormalization": layer_normalization},
     "tinygrad": {},
     "tract": {"BatchNormalization": batch_normalization},
@@ -95,8 +100,8 @@ class Portable(Pass):
             Simplify().rewrite(model)
 
 
-def add_rows_by_element(model: ir.Model) -> bool:
-    """Add rows by ScatterElements in place of ScatterND, which loses some on several threads of a CPU."""
+def scatter_by_element(model: ir.Model) -> bool:
+    """Reduce rows by ScatterElements in place of ScatterND, which loses some on several threads of a CPU."""
     changed = _write(model, {"ScatterND": rows_by_element})
     if changed:
         model.graph.sort()
