@@ -49,8 +49,8 @@ def layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None
 def centered(first: int) -> Form:
     """Return the form of a normalization, over the axes from one on unless its `axis` says which, after the mean.
 
-    Kernels of ONNX Runtime's CPU provider up to 1.26, and of its WebGPU provider, compute the variance as a difference
-    of means, which is wrong where numbers are far from 0.
+    Kernels of ONNX Runtime are wrong where numbers are far from 0: LayerNormalization of its CPU provider up to 1.26
+    and of its WebGPU provider, which compute the variance as a difference of means, and InstanceNormalization.
     """
 
     def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
