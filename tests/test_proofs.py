@@ -116,10 +116,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(built: Path, cache: Path, *folders: Path, faulty: Path | None = None) -> list[tuple[int, str]]:
-    """Return the code and the line of each folder that C opens."""
-    shim = {} if faulty is None else {"LD_PRELOAD": str(built / "faulty.so"), "FAULTY": str(faulty)}
-    environment = {**os.environ, **shim, "XDG_CACHE_HOME": str(cache)}
+def opened(built: Path, cache: Path, *folders: Path, **shim: Path | str) -> list[tuple[int, str]]:
+    """Return the code and the line of each folder that C opens, with what the shim reads."""
+    said = {name: str(value) for name, value in {**shim, "LD_PRELOAD": built / "faulty.so"}.items()} if shim else {}
+    environment = {**os.environ, **said, "XDG_CACHE_HOME": str(cache)}
     command = [built / "proof", *folders]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return [(int(line.split("\t")[0]), line.split("\t")[1]) for line in done.stdout.splitlines()]
@@ -129,9 +129,18 @@ def opened(built: Path, cache: Path, *folders: Path, faulty: Path | None = None)
 def test_c_notices_a_wrong_kernel(name: str, built: Path, folders: Any, tmp_path: Path) -> None:
     folder, faults = folders[name]
     for i, fault in enumerate(faults):
-        ((code, line),) = opened(built, tmp_path, folder, faulty=folder / f"faulty-{i}.onnx")
+        ((code, line),) = opened(built, tmp_path, folder, FAULTY=folder / f"faulty-{i}.onnx")
         assert code == 4 and "train.onnx: output " in line and f"first in node {fault}" in line, (fault, line)
     assert opened(built, tmp_path, folder, folder) == [(0, "proven"), (0, "proven before")]
+
+
+@pytest.mark.parametrize(("version", "is_off"), [("1.18.1", True), ("1.19.0", False)])
+def test_c_switches_plans_of_memory_off_where_they_overlap(
+    version: str, is_off: bool, built: Path, folders: Any, tmp_path: Path
+) -> None:
+    folder, _ = folders["mlp"]
+    *told, last = opened(built, tmp_path, folder, VERSION=version)
+    assert last[0] == 0 and ({(0, "memory patterns off")} == {*told}) == is_off
 
 
 def test_another_folder_is_not_remembered(built: Path, folders: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every code block of the README and of the guides runs as it is written: each page is one program in a new folder."""
+"""Every code block of the README and of the guides runs, long ones for fewer epochs: each page is one program."""
 
 from __future__ import annotations
 

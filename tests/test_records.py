@@ -18,7 +18,7 @@ from hydra.types import RunMode
 
 from graphopt import cli
 from graphopt.cli.composition.expansion import plain_of
-from graphopt.cli.composition.hydra_config import CommandLine, composing
+from graphopt.cli.composition.hydra_config import CommandLine, base_recipe, composing
 from graphopt.cli.composition.record import RunRecord
 from graphopt.errors import GraphoptError
 
@@ -397,5 +397,5 @@ def test_fields_of_a_run_replace_ours_and_what_it_lacks_is_ours(
         found = plain_of(hydra.config_loader.load_configuration("graphopt", line, RunMode.RUN))
     assert {name: found["optimizer"][name] for name in optimizer} == optimizer
     assert ("beta1" in found["optimizer"]) == (line == ["optimizer=adamw"])
-    assert found["fit"] == {"epochs": epochs} and found["adapter"] is None
+    assert found["fit"] == {**base_recipe()["fit"], "epochs": epochs} and found["adapter"] is None
     assert found["loss"]["_target_"] == "passes.CrossEntropy" and "defaults" not in found

@@ -371,10 +371,16 @@ def test_the_command_tells_what_it_needs(
     assert "npm install onnxruntime-web" in capsys.readouterr().err
     package = tmp_path / "node_modules" / "onnxruntime-web"
     (package / "dist").mkdir(parents=True)
-    for found, told in (({}, "no version"), ({"version": "1.29.0"}, "1.29.0"), ({"version": "x"}, "x")):
+    for found, told in (
+        ({}, "no version"),
+        ([], "no version"),
+        ({"version": "1.29.0"}, "1.29.0"),
+        ({"version": "2.0.0"}, "2.0.0"),
+        ({"version": "x"}, "x"),
+    ):
         (package / "package.json").write_text(json.dumps(found))
         assert cli.main(["serve"]) == 1
-        assert f"expected onnxruntime-web 1.30 or later, found {told}: npm install" in capsys.readouterr().err
+        assert f"expected onnxruntime-web 1.30 or a later 1.x, found {told}: npm install" in capsys.readouterr().err
     (package / "package.json").write_text('{"version": "1.31.0-dev.1"}')
     assert cli.main(["serve"]) == 1
     assert "ort.webgpu.min.mjs: expected a file of the page, found none" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from graphopt.cli.messages import say
 from graphopt.errors import GraphoptError
-from graphopt.hosts.server import PageServer
+from graphopt.hosts.server import INSTALL, PageServer
 
 SERVE = "serve"
 PACKAGE = Path("node_modules", "onnxruntime-web", "dist")
@@ -25,7 +25,7 @@ def serve(console: Console) -> None:
     if runtime is None:
         raise GraphoptError(
             f"{SERVE}: expected ONNX Runtime for browsers in node_modules here or in a folder above, found none: "
-            "npm install onnxruntime-web@1.30"
+            + INSTALL
         )
     with PageServer(runtime) as server:
         say(console, "runtime", str(runtime))

@@ -204,7 +204,8 @@ def imported(what: str, module: str, package: str = "", *, extra: str = "") -> M
         install = f"'graphopt[{extra}]'" if extra else package.lower()
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0])
         found = "none" if is_missing else f"one whose import fails ({type(error).__name__}: {line(error)})"
-        raise GraphoptError(f"{what}: expected the package {package}, found {found}: pip install {install}") from error
+        mend = f"pip install {install}" if is_missing else f"reinstall it, pip install --force-reinstall {install}"
+        raise GraphoptError(f"{what}: expected the package {package}, found {found}: {mend}") from error
 
 
 @contextlib.contextmanager

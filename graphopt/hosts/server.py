@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +42,7 @@ ADDRESS = "127.0.0.1"
 COMPILE = "/compile"
 CHOICE = "graphopt-choice"  # a header, in JSON
 VERSION = (1, 30)  # of onnxruntime-web, or a later minor one
+INSTALL = f"npm install onnxruntime-web@{VERSION[0]}.{VERSION[1]}"
 RUNTIME = ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs", "ort-wasm-simd-threaded.asyncify.wasm")
 _HERE = Path(__file__).parent
 _PART = 2**20  # bytes of a body that are read at once
@@ -73,20 +75,19 @@ def page_files(runtime: Path) -> dict[str, Path]:
         GraphoptError: a file is missing, or the package is another version.
     """
     wanted, described = ".".join(map(str, VERSION)), runtime.parent / "package.json"
-    found = json_of(described.read_text(), str(described)).get("version") if described.is_file() else None
+    said = json_of(described.read_text(), str(described)) if described.is_file() else None
+    found = said.get("version") if isinstance(said, Mapping) else None
     major, minor, *_ = [int(part) for part in re.findall(r"\d+", str(found))] + [0, 0]
     if major != VERSION[0] or minor < VERSION[1]:
         raise GraphoptError(
-            f"{described}: expected onnxruntime-web {wanted} or later, found {found or 'no version'}: "
-            f"npm install onnxruntime-web@{wanted}"
+            f"{described}: expected onnxruntime-web {wanted} or a later {VERSION[0]}.x, "
+            f"found {found or 'no version'}: {INSTALL}"
         )
     files = {f"/{path.name}": path for folder in ("javascript", "web") for path in (_HERE / folder).glob("*.*")}
     files |= {f"/onnxruntime/{name}": runtime / name for name in RUNTIME}
     for path in files.values():
         if not path.is_file():
-            raise GraphoptError(
-                f"{path}: expected a file of the page, found none: npm install onnxruntime-web@{wanted}"
-            )
+            raise GraphoptError(f"{path}: expected a file of the page, found none: {INSTALL}")
     return {path: file for path, file in files.items() if file.suffix in _TYPES} | {"/": _HERE / "web" / "index.html"}
 
 

@@ -51,8 +51,8 @@ def centered(first: int) -> Form:
 
     It is over the axes from its attribute `axis` on, or from axis `first` on if it has none.
 
-    Kernels of ONNX Runtime's CPU provider up to 1.26, and of its WebGPU provider, compute the variance as a difference
-    of means, which is wrong where numbers are far from 0.
+    Kernels of ONNX Runtime are wrong where numbers are far from 0: LayerNormalization of its CPU provider up to 1.26
+    and of its WebGPU provider, which compute the variance as a difference of means, and InstanceNormalization.
     """
 
     def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
