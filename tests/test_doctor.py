@@ -56,6 +56,18 @@ def test_measured_rates_are_shown(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "17.7 ps a multiplication, 8.5 ps one of bfloat16 numbers, 150 ps a copy" in line and str(file) in line
 
 
+def test_a_file_of_the_cache_that_another_process_moves_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cached("kept", b"12345")
+    write_cached("moved", b"1")
+
+    def is_file(path: Path) -> bool:
+        path.unlink() if path.name == "moved" else None
+        return not path.is_dir()
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert [line.text.endswith("in 1 file, which may be deleted") for line in doctor._cache()] == [True]
+
+
 def test_an_environment_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = told(capsys)

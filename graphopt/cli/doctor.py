@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -155,7 +156,10 @@ def _compiler() -> Iterator[_Line]:
 
 def _cache() -> Iterator[_Line]:
     folder = cache_folder().parent
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    sizes = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has just moved it
+            sizes += [path.stat().st_size] if path.is_file() else []
     yield _Line("cache", f"{folder}, {sum(sizes) / 1e6:,.1f} MB in {counted(len(sizes), 'file')}, which may be deleted")
 
 
