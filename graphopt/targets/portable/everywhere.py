@@ -124,7 +124,7 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         width = op.ReduceProd(op.Slice(shape, [columns], [sys.maxsize]), keepdims=0)
         where = op.Add(op.Mul(op.Reshape(where, [-1, 1]), width), op.Range(0, width, 1))
     flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
-    return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape)]
+    return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape, allowzero=1)]
 
 
 def added_by_product(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
