@@ -114,7 +114,7 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     x, where, rows = map(given, node.inputs)
     columns = (known_sizes(where) or [None])[-1]
     how = node.attributes.get_string("reduction", "none")
-    if how == "none" or x.dtype not in _REDUCED or x.shape is None or not columns:
+    if how == "none" or x.dtype not in _REDUCED or x.shape is None or not columns or 0 in x.shape:
         return None
     shape = op.Shape(x)
     if columns > 1:  # the number of the row that several columns name, which this looks up and checks
