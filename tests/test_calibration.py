@@ -18,6 +18,7 @@ from scipy.special import expit, log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import brier_score_loss, log_loss
 from sklearn.model_selection import train_test_split
 
@@ -891,6 +892,52 @@ def test_a_forest_of_skl2onnx_stays_a_distribution() -> None:
     peer = CalibratedClassifierCV(FrozenEstimator(forest), method="temperature").fit(x[200:], target[200:])
     np.testing.assert_allclose(found["probabilities"], peer.predict_proba(x[200:]), atol=2e-3)
     np.testing.assert_array_equal(found["label"], forest.predict(x[200:]))
+
+
+@pytest.mark.parametrize("names", [["ham", "eggs", "spam"], [1, 2, 3], [-1, 5, 7]], ids=str)
+@pytest.mark.parametrize("source", ["skl2onnx", "OnnxClassifier"])
+def test_classes_have_the_numbers_that_the_file_gives_them(source: str, names: list[object]) -> None:
+    """Names were numbered by the rows alone: without a row of the first class, all were off by one, without a word."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((600, 4)).astype(np.float32)
+    target = (2 * x[:, :3] + rng.gumbel(size=(600, 3))).argmax(1)
+    own = np.sort(np.array(names))[target]
+    if source == "skl2onnx":
+        skl2onnx, fitted = pytest.importorskip("skl2onnx"), LogisticRegression().fit(x[:200], own[:200])
+        file = skl2onnx.to_onnx(fitted, x[:1], options={"zipmap": False}, target_opset={"": 18, "ai.onnx.ml": 3})
+    else:
+        classifier = graphopt.OnnxClassifier(hidden_layer_sizes=(), learning_rate_init=0.05, max_iter=20)
+        file = classifier.fit(x[:200], own[:200]).to_onnx()
+    sets = passes.PredictionSet(0.2, output="probabilities")
+    for rows in (np.arange(200, 600), 200 + np.flatnonzero(target[200:] != 0)):
+        (name,) = (value.name for value in file.graph.input)
+        text = np.array([str(label) for label in own])[rows]
+        forms = [(x[rows], own[rows]), (x[rows], text), {name: x[rows], "target": text.astype(object)}]
+        arrays = {name: x[rows], "target": target[rows]}
+        numbered = graphopt.data.Dataset(arrays, labels=[str(label) for label in sorted(names)])
+        expected = graphopt.run(graphopt.calibrate(file, numbered, sets), {name: x})["set"]
+        covered = expected[rows, target[rows]].mean()
+        assert 0.8 <= covered < 0.85
+        for data in forms:
+            np.testing.assert_array_equal(graphopt.run(graphopt.calibrate(file, data, sets), {name: x})["set"], expected)
+
+
+def test_names_and_numbers_that_may_be_others_are_refused() -> None:
+    names = '["1", "2", "3", "4", "5"]'
+    file = model(LOGITS)
+    file.metadata_props.add(key="labels", value=names)
+    x, target = rows()["x"], rows()["target"]
+    few = np.isin(target, [1, 2])
+    for of, y, message in (
+        (file, np.array([*"12345"])[target].astype(int)[few], "found 2, 3, which may be both: give the names as text"),
+        (file, np.array([*"abcde"])[target], "expected the classes 1, 2, 3, 4, 5, found a, b, c, d, e"),
+        (model(LOGITS), np.array([*"abcde"])[target][few], "the names of all classes of a file that names none, found b"),
+    ):
+        with pytest.raises(GraphoptError, match=message):
+            graphopt.calibrate(of, (x[: len(y)], y), passes.Temperature())
+    for of, y in ((file, target), (file, target + 1), (model(LOGITS), np.array([*"abcde"])[target])):
+        found = graphopt.calibrate(of, (x, y), passes.Temperature())
+        assert numbers(found) == numbers(graphopt.calibrate(model(LOGITS), rows(), passes.Temperature()))
 
 
 def test_rates_that_rounding_makes_negative_are_rates() -> None:
