@@ -368,6 +368,10 @@ def some(count: int, data: dict[str, np.ndarray] | None = None) -> dict[str, np.
 
 TWO = "g (float[N,5] x) => (float[N,5] y, float[N,5] z) { y = Identity(x) z = Exp(x) }"
 INSIDE = "g (float[N,5] x) => (double[N,5] y) { z = Add(x, x) p = Softmax(z) y = Cast<to = 11>(p) }"
+LOGARITHM = "g (float[N,5] x) => (float[N,5] y) { p = Softmax(x) y = Log(p) }"
+BYTES = "s = Constant<value_float = 0.004>() o = Constant<value = uint8 {0}>() q = QuantizeLinear(p, s, o)"
+BYTES = f"g (float[N,5] x) => (float[N,5] y) {{ p = Softmax(x) {BYTES} y = DequantizeLinear(q, s, o) }}"
+PERCENT = "g (float[N,5] x) => (float[N,5] y) { p = Softmax(x) c = Constant<value_float = 100.0>() y = Mul(p, c) }"
 COLUMN = "g (float[N,5] x) => (float[N,1] y) { a = Constant<value_ints = [1]>() y = ReduceSum(x, a) }"
 SIGMOIDS = "g (float[N,5] x) => (float[N,5] y) { y = Sigmoid(x) }"
 RATE = "g (float[N,1] x) => (float[N,1] y) { y = HardSigmoid(x) }"
@@ -389,6 +393,12 @@ def two() -> dict[str, np.ndarray]:
             passes.Temperature(),
             "comes out of the Softmax 'p': make 'z', the value before it, the outp",
         ),
+        *(
+            (text, rows(), given, "found that 'y' comes out of the Softmax 'p': make 'x', the value before it, the out")
+            for text in (LOGARITHM, BYTES)
+            for given in (passes.Temperature(), passes.PredictionSet())
+        ),
+        (PERCENT, rows(), passes.Temperature(), "probabilities that sum to 1, found that each row of 'y' sums to 100"),
         (
             IMAGES,
             rows(),
@@ -892,6 +902,21 @@ def test_a_forest_of_skl2onnx_stays_a_distribution() -> None:
     peer = CalibratedClassifierCV(FrozenEstimator(forest), method="temperature").fit(x[200:], target[200:])
     np.testing.assert_allclose(found["probabilities"], peer.predict_proba(x[200:]), atol=2e-3)
     np.testing.assert_array_equal(found["label"], forest.predict(x[200:]))
+
+
+def test_a_file_with_dictionaries_returns_what_is_calibrated() -> None:
+    """skl2onnx's ZipMap, which it adds by default, was left out, and with it the only trace of the calibration."""
+    skl2onnx = pytest.importorskip("skl2onnx")
+    x, target = rows()["x"], rows()["target"]
+    fitted = LogisticRegression().fit(x[:100], target[:100])
+    plain, mapped = (skl2onnx.to_onnx(fitted, x[:1], options={"zipmap": zipmap}) for zipmap in (False, True))
+    expected = graphopt.calibrate(plain, (x[100:], target[100:]), passes.Temperature())
+    with pytest.warns(UserWarning, match="left out of the new one: output_probability"):
+        calibrated = graphopt.calibrate(mapped, (x[100:], target[100:]), passes.Temperature())
+    assert [y.name for y in calibrated.graph.outputs] == ["output_label", "probabilities"]
+    found = graphopt.run(calibrated, {"X": x})
+    np.testing.assert_array_equal(found["probabilities"], graphopt.run(expected, {"X": x})["probabilities"])
+    onnx.checker.check_model(ir.to_proto(calibrated), full_check=True)
 
 
 @pytest.mark.parametrize("names", [["ham", "eggs", "spam"], [1, 2, 3], [-1, 5, 7]], ids=str)
