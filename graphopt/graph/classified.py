@@ -85,6 +85,11 @@ def class_names(model: ir.Model) -> list[str] | None:
     return None
 
 
+def are_numbers(names: Sequence[str]) -> bool:
+    """Return whether names of classes are but their numbers, from 0."""
+    return [*names] == [*map(str, range(len(names)))]
+
+
 def has_label_per_row(y: ir.Value | np.ndarray, spec: TargetSpec) -> bool:
     """Return whether scores classify each row as a whole."""
     axes = rank(y) if isinstance(y, ir.Value) else y.ndim

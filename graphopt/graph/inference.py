@@ -62,7 +62,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = extracted_model(extracted, list(extracted.graph.inputs), list(extracted.graph.outputs))
     remove_unused_results(extracted.graph)
-    with protect(needed(extracted)):
+    with interface_kept(extracted), protect(needed(extracted)):  # of two outputs that are one value, it loses a name
         IdentityEliminationPass()(extracted)
     unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
     _remove_unused(extracted, unread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +14,12 @@ from graphopt.data.foreign import as_dataset, by_name, has_rows, is_text, relabe
 from graphopt.data.loader import TrainingRows
 from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, kind_of
-from graphopt.graph.classified import class_names
+from graphopt.graph.classified import are_numbers, class_names
 from graphopt.graph.inference import as_it_came
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import LABELS
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.values import dims_of, is_floating, name_of
+from graphopt.graph.values import dims_of, name_of
 from graphopt.training.fit import opened
 from graphopt.training.options import Data
 
@@ -69,7 +71,10 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
     own = [name_of(y) for y in loaded.graph.outputs]
     for each in passes:
         (each.adapted(loaded, read) if each.learns else each).apply(loaded)
-    return as_it_came(loaded, own)
+    calibrated = as_it_came(loaded, own)
+    if (names := class_names(file)) is not None:  # the operators that told them may be gone
+        LABELS.write(calibrated, json.dumps(names))
+    return calibrated
 
 
 def numbered(data: Dataset, file: ir.Model) -> Dataset:
@@ -78,29 +83,28 @@ def numbered(data: Dataset, file: ir.Model) -> Dataset:
     Raises:
         GraphoptError: it gives others, or none and has another number of classes, or numbers in the data may be names.
     """
-    names, target = class_names(file), data.arrays.get(TARGET)
-    counted = [*map(str, range(len(names or ())))]
-    names = None if names == counted else names
+    names, target = class_names(file) or (), data.arrays.get(TARGET)
     if target is None:
         return data
     if data.labels is None and is_text(target):
         labels, numbers = by_name(target)
         data = replace(data, arrays={**data.arrays, TARGET: numbers}, labels=labels)
-    elif data.labels is None and names is not None:
+    elif data.labels is None and not are_numbers(names):
         found, numbers = np.unique(np.asarray(target, np.float64), return_inverse=True)
         texts = tuple(f"{x:.17g}" for x in found)
-        if {*texts} <= {*names} & {*counted}:
+        if {*texts} <= {*names} & {*map(str, range(len(names)))}:
             raise GraphoptError(
                 f"{data.source}: expected targets that are names of the classes {', '.join(names)}, or class numbers, "
                 f"found {', '.join(texts)}, which may be both: give the names as text"
             )
         if {*texts} <= {*names}:
             data = replace(data, arrays={**data.arrays, TARGET: numbers.reshape(-1)}, labels=texts)
-    if names is None and data.labels is not None:
-        due = {(len(data.labels),), *([(), (1,)] if len(data.labels) == 2 else ())}
-        if not due & {dims_of(y)[1:] for y in file.graph.outputs if y.shape is not None}:
-            raise GraphoptError(
-                f"{data.source}: expected the names of all classes of a file that names none, found "
-                f"{', '.join(data.labels)}: give class numbers as the target"
-            )
-    return relabelled(data, names, data.source)
+    if data.labels is None or not are_numbers(names) or {*data.labels} <= {*names}:
+        return relabelled(data, names, data.source)
+    due = {(len(data.labels),), *([(), (1,)] if len(data.labels) == 2 else ())}
+    if not due & {dims_of(y)[1:] for y in file.graph.outputs if y.shape is not None}:
+        raise GraphoptError(
+            f"{data.source}: expected the names of all classes of a file that names none, found "
+            f"{', '.join(data.labels)}: give class numbers as the target"
+        )
+    return data

@@ -53,6 +53,7 @@ from graphopt.graph import provenance
 from graphopt.graph.encoders import Encoders, string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
+from graphopt.graph.classified import are_numbers, class_names
 from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, labels_in
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import STATE, Role, with_role
@@ -197,7 +198,8 @@ class Recipe:
         if name in self.fields["models"] or not Path(name).is_file():
             return None, None
         model = load(name, limits=self.limits)
-        return Columns.of(model), labels_in(model)
+        names = class_names(model) or []
+        return Columns.of(model), labels_in(model) if are_numbers(names) else names
 
     @property
     def _by_input(self) -> dict[str, object]:
