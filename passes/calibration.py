@@ -205,8 +205,8 @@ class OfClasses(Learning):
         sums = y.sum(-1)
         if not is_rate and y.ndim > 1 and y.min() >= 0 < sums.min() and np.ptp(sums) <= _FROM_ONE * sums[0]:
             raise self.wrong(
-                f"expected logits, or probabilities that sum to 1, found that each row of {scores.output.name!r} sums to "
-                f"{sums[0]:g}: divide by it, or set from_logits"
+                f"expected logits, or probabilities that sum to 1, found that each row of {scores.output.name!r} sums "
+                f"to {sums[0]:g}: divide by it, or set from_logits"
             )
         return replace(self, from_logits=not is_rate)
 

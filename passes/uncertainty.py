@@ -16,7 +16,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, may_be_alike, name_of, rank
+from graphopt.graph.values import constant_of, dtype_of, given, like, may_be_alike, name_of, rank
 from graphopt.intervals import within
 from passes.calibration import OfClasses, OnRows, Scores, wide
 from passes.gradients.rules.control_flow import scan_over

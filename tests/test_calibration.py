@@ -796,7 +796,7 @@ def test_probabilities_of_a_file_are_measured_before(
 @pytest.mark.parametrize("score", ["lac", "aps"])
 @pytest.mark.parametrize("ending", ["y = MatMul(x, w)", "z = MatMul(x, w) y = Softmax(z)"])
 def test_a_file_with_sets_is_evaluated(ending: str, score: str) -> None:
-    """Of a Softmax, `probability` is the output itself: a traceback, and a trained file with two outputs of one name."""
+    """Of a Softmax, `probability` is the output: a traceback, and a trained file with two outputs of one name."""
     data = rows(600)
     learnt, others = ({k: v[part] for k, v in data.items()} for part in (slice(300), slice(300, 600)))
     network = model(f"g (float[N,5] x) => (float[N,5] y) {{ {ending} }}", w=np.eye(5, dtype=np.float32))
@@ -949,13 +949,15 @@ def test_classes_have_the_numbers_that_the_file_gives_them(source: str, names: l
         covered = expected[rows, target[rows]].mean()
         assert 0.8 <= covered < 0.85
         for data in forms:
-            np.testing.assert_array_equal(graphopt.run(graphopt.calibrate(file, data, sets), {name: x})["set"], expected)
+            np.testing.assert_array_equal(
+                graphopt.run(graphopt.calibrate(file, data, sets), {name: x})["set"], expected
+            )
 
 
 def test_rows_without_a_class_are_measured_by_the_names_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CSV numbered its own names: an accuracy of 0.21 in place of 0.62, and sets of a file that took them for labels."""
+    """The CSV numbered its own names, an accuracy of 0.21 in place of 0.62, and sets were taken for labels."""
     skl2onnx = pytest.importorskip("skl2onnx")
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
@@ -988,7 +990,11 @@ def test_names_and_numbers_that_may_be_others_are_refused() -> None:
     for of, y, message in (
         (file, np.array([*"12345"])[target].astype(int)[few], "found 2, 3, which may be both: give the names as text"),
         (file, np.array([*"abcde"])[target], "expected the classes 1, 2, 3, 4, 5, found a, b, c, d, e"),
-        (model(LOGITS), np.array([*"abcde"])[target][few], "the names of all classes of a file that names none, found b"),
+        (
+            model(LOGITS),
+            np.array([*"abcde"])[target][few],
+            "the names of all classes of a file that names none, found b",
+        ),
     ):
         with pytest.raises(GraphoptError, match=message):
             graphopt.calibrate(of, (x[: len(y)], y), passes.Temperature())

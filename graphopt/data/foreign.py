@@ -151,7 +151,8 @@ def is_text(array: Array) -> bool:
 
 def by_name(target: Array) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the names of classes, sorted, and the number of that of each row."""
-    names, numbers = np.unique(np.array(target.tolist(), str), return_inverse=True)
+    texts: Any = np.asarray(target)
+    names, numbers = np.unique(np.array(texts.tolist(), str), return_inverse=True)
     return tuple(map(str, names)), numbers
 
 

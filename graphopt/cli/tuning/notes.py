@@ -59,9 +59,7 @@ class Notes:
             GraphoptError: a file beside the model is too large, or no JSON.
         """
         moments = _RANGES.get(PIXEL_RANGE.read(model) or "")
-        found = [
-            cls(None if moments is None else (moments, str(file)), labels=class_names(model))
-        ]
+        found = [cls(None if moments is None else (moments, str(file)), labels=class_names(model))]
         folder = file.absolute().parent
         for above_or_beside in (folder, folder.parent) if folder.name == "onnx" else (folder,):
             for name, read in _READERS.items():
