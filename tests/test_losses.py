@@ -152,7 +152,9 @@ def test_a_class_that_the_model_masks_is_left_out(mask: str, weights: tuple[floa
     outputs = run(step, 1, {"x": x, "m": m, "target": target})[0]
     w = torch.tensor(masked, requires_grad=True)
     logits = (torch.tensor(x) @ w).masked_fill(~torch.tensor(m), -torch.inf)
-    expected = F.cross_entropy(logits, torch.tensor(target), None if weights is None else torch.tensor(weights).double())
+    expected = F.cross_entropy(
+        logits, torch.tensor(target), None if weights is None else torch.tensor(weights).double()
+    )
     expected.backward()
     np.testing.assert_allclose(outputs["loss"], expected.item(), rtol=1e-9)
     np.testing.assert_allclose(masked - outputs["w.next"], w.grad, rtol=1e-8, atol=1e-12)
