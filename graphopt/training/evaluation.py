@@ -50,6 +50,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the loss and the metrics on a data set.
 
+    A mean with weights, of rows, classes or labels that are not ignored, is that of all rows, whatever `batch_size` is.
+    A sum, and several losses with weights of their own, are means of those of batches by their rows.
+
     Args:
         executor: the executor of a training graph.
         data: the data, as in `fit`.
