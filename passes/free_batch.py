@@ -20,7 +20,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import OF_BATCH, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import OF_BATCH
 from graphopt.graph.operators import (
     ELEMENTWISE_OPERATORS,
     INITIAL_STATES,

@@ -13,16 +13,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import (
-    FAKE,
-    FROZEN,
-    RANGE,
-    STOP_GRADIENT,
-    STORED,
-    STORED_AS,
-    InferenceForm,
-)
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import FAKE, FROZEN, RANGE, STOP_GRADIENT
 from graphopt.graph.operators import RECURRENT, SHAPE_READERS
+from graphopt.graph.postprocessing import STORED, STORED_AS
 from graphopt.graph.rewriting import Pass, Pattern, Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import fixed, given, is_floating, like, name_of, producer_of, redirect, swap

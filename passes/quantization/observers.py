@@ -10,7 +10,9 @@ import onnx_ir as ir
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import RANGE, STOP_GRADIENT, STORED_AS, InferenceForm, Note, expect
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import RANGE, STOP_GRADIENT, Note, expect
+from graphopt.graph.postprocessing import STORED_AS
 from graphopt.graph.roles import Role
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dims_of, given, name_of, producer_of

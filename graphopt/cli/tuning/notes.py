@@ -12,7 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.files import json_of, read_file
-from graphopt.graph.metadata import PIXEL_RANGE, labels_in
+from graphopt.graph.classified import labels_in
+from graphopt.graph.metadata import PIXEL_RANGE
 from graphopt.graph.values import constant_of
 
 # (x - mean) / scale for pixels x from 0 to 1, by the name of what results.
