@@ -7,13 +7,13 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 
 
-def places(op: Emitter, shape: ir.Value) -> ir.Value:
+def flat_places(op: Emitter, shape: ir.Value) -> ir.Value:
     """Emit the place of each element of an array of a shape, in this shape."""
     where: ir.Value = op.Reshape(op.Range(0, op.ReduceProd(shape, keepdims=0), 1), shape)
     return where
 
 
-def places_of_rows(op: Emitter, shape: ir.Value, rows: ir.Value, axes: int, rank: int) -> ir.Value:
+def flat_places_of_rows(op: Emitter, shape: ir.Value, rows: ir.Value, axes: int, rank: int) -> ir.Value:
     """Emit the places of the elements of rows, [rows, elements of a row]; of single elements, their numbers.
 
     Args:
