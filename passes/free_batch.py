@@ -47,7 +47,7 @@ from graphopt.graph.values import (
 )
 
 BATCH = "batch"  # the name of the freed dimension
-Axes = dict[ir.Value, int]  # of values of rows
+_Axes = dict[ir.Value, int]  # of values of rows
 Dims = tuple[int | ir.SymbolicDim, ...]
 Edit = Callable[[Emitter], None]
 
@@ -132,7 +132,7 @@ class Rows:
         fixed: values that depend on no input, and those that depend on their sizes only.
     """
 
-    axes: Axes
+    axes: _Axes
     lengths: dict[ir.Value, int]
     merged: dict[ir.Value, Dims]
     fixed: set[ir.Value]
@@ -213,7 +213,7 @@ def places_of_rows(
 
 def _leading(
     node: ir.Node,
-    axes: Axes,
+    axes: _Axes,
     lengths: Mapping[ir.Value, int],
     merged: Mapping[ir.Value, Dims],
     batch: int | ir.SymbolicDim,
@@ -292,7 +292,7 @@ def _name_axes(node: ir.Node) -> None:
     node.replace_input_with(1, axes)
 
 
-def _walk(model: ir.Model, axes: Axes, edits: list[Edit], rows: int | None = None) -> None:
+def _walk(model: ir.Model, axes: _Axes, edits: list[Edit], rows: int | None = None) -> None:
     """Add the axes of rows of all values that depend on those that are given.
 
     Raises:
@@ -325,7 +325,7 @@ class _Rule:
     def __init__(
         self,
         node: ir.Node,
-        axes: Axes,
+        axes: _Axes,
         attributes: dict[str, Any],
         edits: list[Edit],
         lengths: Mapping[ir.Value, int] | None = None,

@@ -32,7 +32,7 @@ ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.a
 AVERAGE = "average"  # of a parameter: its average over the steps
 MASK = "mask"  # of a parameter: which of its numbers are not pruned
 
-RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
+_RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def make_room(model: ir.Model) -> None:
     values = ir.convenience.create_value_mapping(model.graph)
     for name, value in list(values.items()):
         weight, _, suffix = name.rpartition(".")
-        if name in RESERVED and not (value.is_graph_input() or value.is_graph_output()):
+        if name in _RESERVED and not (value.is_graph_input() or value.is_graph_output()):
             _rename(value, values)
         elif suffix.isidentifier() and weight in model.graph.initializers:
             check_inference(model, "Normalize")

@@ -36,7 +36,7 @@ _PRODUCTS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
 _SELECTING = {"Cast", DEQUANTIZE, "Gather", "GatherElements", "GatherND", "Slice", "Split", "Transpose"}
 _CHOOSING = {"ArgMax", "TopK"}  # what routers of experts end in
 
-Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
+_Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Adapter(Pass):
 
     pattern: Pattern = None
     leave_out: Pattern = field(default=None, kw_only=True)
-    parts: Parts = field(default=None, kw_only=True)
+    parts: _Parts = field(default=None, kw_only=True)
     seed: int = within("[0, inf)", 0, kw_only=True)
 
     def __init_subclass__(cls) -> None:

@@ -28,7 +28,7 @@ from passes.quantization.calibration import watching
 from passes.standardize import put_before
 from passes.weights.initializers import register
 
-ROWS = 256  # whose features are computed to standardize them
+_ROWS = 256  # whose features are computed to standardize them
 SPREAD = 100.0  # the sum of the standard deviations of standardized features
 
 
@@ -92,7 +92,7 @@ class Head(Pass):
         if target.reading.turns_x(target.node):
             return replace(found, standardize=False)
         moments = Moments(target.axis)
-        parts = list(read.run(watching(model, [name_of(_features(target))]), ROWS))
+        parts = list(read.run(watching(model, [name_of(_features(target))]), _ROWS))
         if not parts:
             raise GraphoptError(
                 "Head: expected at least a batch of rows to learn from, found fewer: leave out standardize"
