@@ -167,6 +167,7 @@ def measures(commit: str) -> dict[str, object]:
         "longest classes": longest(classes),
         f"functions of {PARAMETERS} parameters or more": sum(parameters(x) >= PARAMETERS for _, x in functions),
         "questions which device it is": sum(asks_a_device(node) for _, node in nodes),
+        "of these outside its provider": sum(asks_a_device(node) for x, node in nodes if ".providers." not in x),
         "`Any`, without imports": sum(
             line.count("Any") for x in files for line in x.text.splitlines() if "import" not in line
         ),
