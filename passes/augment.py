@@ -12,7 +12,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import AUGMENTED, MIXED, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import MIXED, Flag
 from graphopt.graph.operators import CONVOLUTIONS, ELEMENTWISE_OPERATORS, POOLS
 from graphopt.graph.randomness import uniform
 from graphopt.graph.rewriting import Pass
@@ -31,6 +32,8 @@ _OF_CHANNELS = CONVOLUTIONS | POOLS | {"BatchNormalization", "InstanceNormalizat
 _KEEPS_AXES = ELEMENTWISE_OPERATORS | {"Pad", "Resize", "Slice"}
 _QUANTILES = 1024
 _END = 2**31 - 1
+
+AUGMENTED = Flag("graphopt.augmented")  # a node that computes what training reads in place of an input
 
 
 @dataclass(frozen=True)

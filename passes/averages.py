@@ -15,8 +15,8 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import metadata, state
 from graphopt.graph.authored import ask, name_of_method, scalar
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.merging import Adapted
-from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, no_match, selects
 from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import AVERAGE

@@ -13,9 +13,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
-from graphopt.graph.classified import activation_of, classification_of
+from graphopt.graph.classified import Derived, activation_of, classification_of
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Derived
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import TargetSpec
 from graphopt.graph.shapes import ensure_typed

@@ -12,9 +12,11 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
+from graphopt.graph.classified import Derived
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import BATCH_WEIGHT, ROLE, STOP_GRADIENT, Derived, Flag, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import BATCH_WEIGHT, ROLE, STOP_GRADIENT, Flag
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed

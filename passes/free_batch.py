@@ -20,7 +20,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import OF_BATCH, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import OF_BATCH
 from graphopt.graph.operators import (
     ELEMENTWISE_OPERATORS,
     INITIAL_STATES,
@@ -46,7 +47,7 @@ from graphopt.graph.values import (
 )
 
 BATCH = "batch"  # the name of the freed dimension
-Axes = dict[ir.Value, int]  # of values of rows
+_Axes = dict[ir.Value, int]  # of values of rows
 Dims = tuple[int | ir.SymbolicDim, ...]
 Edit = Callable[[Emitter], None]
 
@@ -131,7 +132,7 @@ class Rows:
         fixed: values that depend on no input, and those that depend on their sizes only.
     """
 
-    axes: Axes
+    axes: _Axes
     lengths: dict[ir.Value, int]
     merged: dict[ir.Value, Dims]
     fixed: set[ir.Value]
@@ -212,7 +213,7 @@ def places_of_rows(
 
 def _leading(
     node: ir.Node,
-    axes: Axes,
+    axes: _Axes,
     lengths: Mapping[ir.Value, int],
     merged: Mapping[ir.Value, Dims],
     batch: int | ir.SymbolicDim,
@@ -291,7 +292,7 @@ def _name_axes(node: ir.Node) -> None:
     node.replace_input_with(1, axes)
 
 
-def _walk(model: ir.Model, axes: Axes, edits: list[Edit], rows: int | None = None) -> None:
+def _walk(model: ir.Model, axes: _Axes, edits: list[Edit], rows: int | None = None) -> None:
     """Add the axes of rows of all values that depend on those that are given.
 
     Raises:
@@ -324,7 +325,7 @@ class _Rule:
     def __init__(
         self,
         node: ir.Node,
-        axes: Axes,
+        axes: _Axes,
         attributes: dict[str, Any],
         edits: list[Edit],
         lengths: Mapping[ir.Value, int] | None = None,

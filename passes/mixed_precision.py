@@ -15,7 +15,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import GRADIENT_OF, ROLE, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import GRADIENT_OF, ROLE
 from graphopt.graph.operators import LAYOUT, PRODUCTS, takes
 from graphopt.graph.rewriting import Pass, Pattern, matches, no_match, retire
 from graphopt.graph.roles import STATE, Role, role_of, set_role, updated, with_role

@@ -22,11 +22,12 @@ from graphopt.data.tables import Columns
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
+from graphopt.graph.classified import Derived
 from graphopt.graph.declarations import find_ranks, forget
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.encoders import detach_encoders, string_inputs
 from graphopt.graph.limits import check_constants
-from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, Derived, original_name
+from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, original_name
 from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.origins import Origin

@@ -13,7 +13,7 @@ import onnx_ir.passes.common as common
 from graphopt.adapters.targets import readers_of
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import ADAPTER, FROZEN, RANGE, UNTRAINED
+from graphopt.graph.metadata import FROZEN, RANGE, UNTRAINED, Flag
 from graphopt.graph.origins import EXPORT_ANEW, Evidence, Kind, LeftOut, Origin
 from graphopt.graph.rewriting import Pass, Pattern, matches, names_of, no_match, selects
 from graphopt.graph.roles import Role, check_inference, role_of
@@ -26,6 +26,9 @@ from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds, zeros
 from passes.weights.initializers import array, register
 from passes.weights.layers import warn_of_parts
 from passes.weights.masters import QUANTIZED, QuantizedWeights
+
+# An initializer that an adapter added or replaced, and that trains in place of others
+ADAPTER = Flag("graphopt.is_of_adapter")
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from graphopt.graph import inference, state
 from graphopt.graph.channels import OF_OUTPUT, Channels
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import OWNER, Pruning, original_name
+from graphopt.graph.metadata import OWNER, original_name
 from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import STATE, Role, updated, with_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.state import MASK
+from graphopt.graph.state import MASK, Pruning
 from graphopt.graph.values import constant_of, is_static, name_of, next_of, wide_type
 from graphopt.intervals import within
 from passes.optimizers.slots import initial_array

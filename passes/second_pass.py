@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.rewriting import Pass, retire
 from graphopt.graph.roles import Role, data_inputs
 from graphopt.graph.shapes import ensure_typed

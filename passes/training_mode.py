@@ -12,13 +12,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import (
-    BATCH_CORRECTION,
-    IN_TRAINING,
-    OF_BATCH,
-    STOP_GRADIENT,
-    InferenceForm,
-)
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import BATCH_CORRECTION, IN_TRAINING, OF_BATCH, STOP_GRADIENT
 from graphopt.graph.origins import CumulativeAverage
 from graphopt.graph.randomness import uniform
 from graphopt.graph.rewriting import Pass, Pattern, matches, no_match

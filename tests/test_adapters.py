@@ -19,7 +19,7 @@ from steps import outputs, weights
 import graphopt
 import passes
 from graphopt import GraphoptError, models
-from graphopt.graph import metadata
+from graphopt.graph.classified import labels_in, set_labels
 from graphopt.graph.merging import MERGES, Adapted, adapted, merged_weights
 from graphopt.graph.roles import Role, with_role
 from graphopt.inspection.report import report
@@ -428,13 +428,13 @@ def test_several_adapters_add_up_and_merge() -> None:
 
 def test_a_head_keeps_the_names_of_classes_that_it_keeps() -> None:
     named = mlp()
-    metadata.set_labels(named, ["a", "b", "c"])
+    set_labels(named, ["a", "b", "c"])
     for head, names in (
         (passes.Head(classes=3), None),
         (passes.Head(classes=4, grow=True), None),
         (passes.Head(classes=3, grow=True), ["a", "b", "c"]),
     ):
-        assert metadata.labels_in(graphopt.compile(named, adapter=head, **CLASSES)) == names
+        assert labels_in(graphopt.compile(named, adapter=head, **CLASSES)) == names
 
 
 def test_unfrozen_weights_train_beside_adapters() -> None:

@@ -12,7 +12,9 @@ from steps import assert_close, assert_equal, normalized, outputs, weights
 
 import graphopt
 import passes
-from graphopt.graph.metadata import ATTENTION_SCORES, TOKEN_POSITIONS, Caches
+from graphopt.graph.metadata import TOKEN_POSITIONS
+from graphopt.graph.postprocessing import Caches
+from passes.lowering.attention import ATTENTION_SCORES
 
 RNG = np.random.default_rng(0)
 OLD = onnxruntime.__version__.startswith("1.19")

@@ -14,7 +14,7 @@ import graphopt
 import passes
 from graphopt.graph.folding import EXACT, EXACT_INTEGERS, SMALL_CONSTANT, fold
 from graphopt.graph.inference import extract
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.runtime.executor import run
 from graphopt.testing.reference import evaluator
 

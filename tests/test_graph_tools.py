@@ -16,8 +16,9 @@ import graphopt
 import passes
 from graphopt.errors import GraphoptError
 from graphopt.graph import storage
+from graphopt.graph.classified import LABELS
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import LABELS, ORIGINAL_NAME
+from graphopt.graph.metadata import ORIGINAL_NAME
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import Role

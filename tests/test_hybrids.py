@@ -12,7 +12,7 @@ from twins import descended
 
 import graphopt
 import passes
-from graphopt.graph.metadata import Caches
+from graphopt.graph.postprocessing import Caches
 
 OLD = onnxruntime.__version__.startswith("1.19")
 pytestmark = pytest.mark.skipif(OLD, reason="onnxruntime 1.19 lacks these operators")

@@ -14,7 +14,7 @@ import torch
 
 import graphopt
 from graphopt import cli, data
-from graphopt.graph.metadata import labels_in
+from graphopt.graph.classified import labels_in
 
 GOOD, BAD = ("great", "lovely", "superb"), ("awful", "boring", "dull")
 WORDS = ["[PAD]", "[UNK]", "the", "film", "was", *GOOD, *BAD]

@@ -22,8 +22,8 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt import models
+from graphopt.graph.classified import LABELS
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS
 from graphopt.graph.model_folders import Architecture
 from graphopt.graph.storage import Content
 from graphopt.runtime.session import Session

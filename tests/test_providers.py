@@ -72,6 +72,12 @@ def test_a_kind_of_ones_own_trains_as_the_cpu_does(kind: type[Provider], options
     assert Near.entries[-1] == ("session.intra_op.allow_spinning", "1")
 
 
+def test_a_message_names_the_machines() -> None:
+    with pytest.raises(graphopt.GraphoptError) as error:
+        graphopt.Device("gpu")
+    assert str(error.value) == "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'gpu'"
+
+
 def test_messages_name_the_kinds_of_the_table(kind: type[Provider]) -> None:
     with pytest.raises(graphopt.GraphoptError, match=f"'{kind.kind}' or '{kind.kind}:N', found 'gpu'"):
         graphopt.Device("gpu")

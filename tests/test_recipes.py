@@ -94,7 +94,7 @@ def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
     node = yaml.safe_load(path.read_text())
     if path.stem == "none":
         assert node == {path.parent.name: None}
-    elif path.stem in ("cuda", "webgpu"):
+    elif path.parent.name == "executor" and path.stem != "cpu":
         assert node == {"defaults": ["cpu"], "device": path.stem}
     elif path.parent.name == "precision":
         node = node.get("precision", node)  # float16 is about more than its group

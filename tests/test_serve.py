@@ -33,7 +33,7 @@ import graphopt
 import passes
 from graphopt import cli, models
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import labels_in
+from graphopt.graph.classified import labels_in
 from graphopt.hosts.for_page import Choice, compile_for_page
 from graphopt.hosts.server import MOST_BYTES, PageServer
 

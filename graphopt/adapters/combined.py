@@ -11,8 +11,8 @@ import onnx_ir as ir
 from graphopt.adapters.targets import outputs_of
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import Adapted, adapted, merged
-from graphopt.graph.metadata import STORED, original_name
-from graphopt.graph.postprocessing import standing_for
+from graphopt.graph.metadata import original_name
+from graphopt.graph.postprocessing import STORED, standing_for
 from graphopt.graph.state import averages_read, initial
 from graphopt.graph.values import is_floating, name_of
 from graphopt.graph.weight_kinds import TRANSPOSED_CONVOLUTION, WeightKind, moved, shape_after

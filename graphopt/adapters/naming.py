@@ -16,7 +16,7 @@ from graphopt.errors import GraphoptError, kind_of, some
 from graphopt.graph.model_folders import Architecture
 
 Names = str | Mapping[str, str | Sequence[str] | Mapping[str, int]] | None
-Part = tuple[str, int | None]  # the path of a module, and the number of its outputs
+_Part = tuple[str, int | None]  # the path of a module, and the number of its outputs
 
 # What names of weights end in, after the module
 _OWN = re.compile(r"\.q?weight((_DQ)?_Q\d|_quant|_quantized)?$")
@@ -152,7 +152,7 @@ class Naming:
         """Return whether the weights of norms are 1 more in the file than in the module."""
         return self.is_builders and Architecture(self.kind or "").adds_one
 
-    def modules_of(self, weight: str) -> list[Part]:
+    def modules_of(self, weight: str) -> list[_Part]:
         """Return the modules that a weight belongs to: one, or those whose weights the exporter has packed into it.
 
         A module is that of the type of model, or Llama's if it has only some rows of that; see `holder`. The path is
@@ -269,7 +269,7 @@ def part_sizes(weights: Mapping[str, ir.Value], naming: Naming) -> dict[str, int
     return sizes
 
 
-def widths_of(weight: str, parts: Sequence[Part], outputs: int, widths: Sequence[int] | None) -> list[int]:
+def widths_of(weight: str, parts: Sequence[_Part], outputs: int, widths: Sequence[int] | None) -> list[int]:
     """Return the number of outputs of each part of a packed weight.
 
     Args:

@@ -14,8 +14,9 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.merging import Adapted
-from graphopt.graph.metadata import FAKE, InferenceForm
+from graphopt.graph.metadata import FAKE
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.origins import Origin

@@ -18,8 +18,8 @@ from graphopt.data import Columns, Dataset
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError
 from graphopt.files import write
+from graphopt.graph.classified import Derived, labels_in
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import Derived, labels_in
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, TargetSpec, with_role
 from graphopt.graph.storage import save

@@ -73,7 +73,7 @@ from graphopt.training.fit import opened
 from graphopt.training.signals import ending
 
 INTERRUPTED = 130
-MOST_ROWS = 10  # of a table of `report` in a terminal
+_MOST_ROWS = 10  # of a table of `report` in a terminal
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -448,7 +448,7 @@ def _without_long_tables(lines: Sequence[str]) -> Iterator[str]:
     """Yield lines with the first rows of each table; a table's rows start with spaces."""
     for is_row, rows in itertools.groupby(lines, lambda line: line.startswith("  ")):
         shown = [*rows]
-        left = len(shown) - MOST_ROWS if is_row and len(shown) > MOST_ROWS + 1 else 0
+        left = len(shown) - _MOST_ROWS if is_row and len(shown) > _MOST_ROWS + 1 else 0
         yield from shown[: len(shown) - left]
         if left:
             yield f"  and {left} more, in report.txt"

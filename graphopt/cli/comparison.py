@@ -30,7 +30,7 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.checkpoints import larger_is_better
 from graphopt.training.metrics import METRICS
 
-PAGE = "compare.html"
+_PAGE = "compare.html"
 LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second", "tokens_per_second")
 OF_PLACES = ("folder", "resume")
 LOSSES = ("validation_loss", "loss")
@@ -321,8 +321,8 @@ def compare(folder: str | os.PathLike[str]) -> Path:
             f"{option} mattered most: {label_of(comparison.by)} {mean:.4g} on average with {value}, "
             f"{effects[0].worst[1]:.4g} with {effects[0].worst[0]}",
         )
-    write(Path(folder, PAGE), comparison.page())
-    return Path(folder, PAGE)
+    write(Path(folder, _PAGE), comparison.page())
+    return Path(folder, _PAGE)
 
 
 def finals(first: Path, *others: Path) -> tuple[str, dict[Path, float]]:

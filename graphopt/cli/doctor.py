@@ -28,8 +28,8 @@ from graphopt.targets.native.precision import UNITS, obstacle
 from graphopt.targets.native.rates import kept_rates, rates_file
 
 DOCTOR = "doctor"
-OWN = "graphopt"
-RUNTIME = "onnxruntime"  # the import name of all its packages
+_OWN = "graphopt"
+_RUNTIME = "onnxruntime"  # the import name of all its packages
 EXTRAS = {  # what each extra is for; the runtimes are no choice between abilities
     "sklearn": "estimators of scikit-learn",
     "parquet": "Parquet and Arrow files",
@@ -84,11 +84,11 @@ def _python() -> Iterator[_Line]:
 
 def _runtime() -> Iterator[_Line]:
     """Find the packages that provide the runtime: two of them overwrite each other's files."""
-    packages = sorted({*metadata.packages_distributions().get(RUNTIME, ())})
+    packages = sorted({*metadata.packages_distributions().get(_RUNTIME, ())})
     found = [f"{name} {metadata.version(name)}" for name in packages]
     if len(packages) != 1:
         some_found = f"{' and '.join(found)}, which overwrite each other's files" if found else "none"
-        advice = f"pip install {RUNTIME}"
+        advice = f"pip install {_RUNTIME}"
         if found:
             advice = f"pip uninstall -y {' '.join(packages)}, then pip install the one that you want"
         yield _Line("runtime", some_found, advice)
@@ -116,7 +116,7 @@ def _packages() -> Iterator[_Line]:
             yield _Line("packages", f"{requirement.name} {version or 'is missing'}", f'pip install "{allowed}"')
         else:
             shown.append(f"{requirement.name} {version}")
-    own = f"{OWN} {_version(OWN) or 'is not installed, only found'} in {Path(__file__).parents[2]}"
+    own = f"{_OWN} {_version(_OWN) or 'is not installed, only found'} in {Path(__file__).parents[2]}"
     yield _Line("packages", ", ".join([own, *shown]))
 
 
@@ -128,7 +128,7 @@ def _extras() -> Iterator[_Line]:
         chosen = [x.name for x, marker in optional if marker.evaluate({"extra": extra})]
         missing = [name for name in chosen if _version(name) is None]
         if missing:
-            advice = f'pip install "{OWN}[{extra}]"'
+            advice = f'pip install "{_OWN}[{extra}]"'
             yield _Line("extra", f"{extra}, for {purpose}, lacks {some(missing)}: {advice}")
         elif chosen:
             there.append(extra)
@@ -139,7 +139,7 @@ def _extras() -> Iterator[_Line]:
 def _compiler() -> Iterator[_Line]:
     command = toolchain.compiler()
     if command is None:
-        yield _Line("compiler", f'none, so that steps run without kernels: install gcc or clang, or "{OWN}[native]"')
+        yield _Line("compiler", f'none, so that steps run without kernels: install gcc or clang, or "{_OWN}[native]"')
     elif not toolchain.macros():
         yield _Line("compiler", f"{' '.join(command)} compiles nothing", "install gcc or clang, or unset CC")
     else:
@@ -204,7 +204,7 @@ _LOOKS: tuple[Callable[[], Iterator[_Line]], ...] = (
 
 def _requirements() -> list[str]:
     try:
-        return metadata.requires(OWN) or []
+        return metadata.requires(_OWN) or []
     except metadata.PackageNotFoundError:
         return []
 

@@ -17,15 +17,16 @@ from graphopt.data import Batches
 from graphopt.data.dataset import Dataset
 from graphopt.data.language.tokenizer import Vocabulary, vocabulary_of
 from graphopt.files import write
-from graphopt.graph.metadata import ADDITIVE, labels_in
+from graphopt.graph.classified import labels_in
 from graphopt.graph.values import name_of
 from graphopt.inspection import html
 from graphopt.inspection.words import readable
 from graphopt.runtime.session import Session
 from graphopt.training.callbacks.predictions import image_of
 from graphopt.training.evaluation import by_batches
+from passes.explanations import ADDITIVE
 
-PAGE = "explanation.html"
+_PAGE = "explanation.html"
 _MOST_ROWS, _MOST_BARS, _LONGEST = 12, 12, 256  # of a page, of a row, pixels of a picture
 _MORE, _LESS = ([217, 72, 15], [24, 100, 171])  # red, green, blue, as in page.css
 _STRONGEST = 0.8  # share of the color in a picture
@@ -63,8 +64,8 @@ def write_explanations(recipe: Recipe, model: ir.Model, folder: Path) -> str:
     about += "Orange speaks for what is predicted, and blue against it, where the explanation has signs."
     sections = _sections(first, feeds, found.astype(np.float64), titles, words, ADDITIVE.is_set(added))
     title = f"What predictions depend on: {recipe.choices['explain'].replace('_', ' ')}"
-    write(folder / PAGE, html.page(title, about, *sections))
-    return PAGE
+    write(folder / _PAGE, html.page(title, about, *sections))
+    return _PAGE
 
 
 def _predicted(scores: Sequence[np.ndarray], labels: Sequence[str] | None) -> str:

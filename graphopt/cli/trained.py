@@ -24,11 +24,11 @@ from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError, some
 from graphopt.files import write
-from graphopt.graph.classified import LABEL, classes_of, classification_of
+from graphopt.graph.classified import LABEL, classes_of, classification_of, labels_in
 from graphopt.graph.loading import load
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import FAKE, Caches, labels_in, original_name
-from graphopt.graph.postprocessing import standing_for
+from graphopt.graph.metadata import FAKE, original_name
+from graphopt.graph.postprocessing import Caches, standing_for
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import NORMS, averages_read, put_initial, take_initial
 from graphopt.graph.values import name_of

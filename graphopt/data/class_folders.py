@@ -15,7 +15,7 @@ from graphopt.data.files import reason
 from graphopt.data.tabular import refuse_twice
 from graphopt.errors import GraphoptError, some
 
-Size = TypeVar("Size")
+_Size = TypeVar("_Size")
 
 
 def files_and_labels(
@@ -84,8 +84,8 @@ def _cannot_read(error: OSError) -> None:
 
 
 def without_others(
-    root: Path, what: str, files: Sequence[Path], classes: np.ndarray, size_of: Callable[[Path], Size | None]
-) -> tuple[list[Path], np.ndarray, list[Size]]:
+    root: Path, what: str, files: Sequence[Path], classes: np.ndarray, size_of: Callable[[Path], _Size | None]
+) -> tuple[list[Path], np.ndarray, list[_Size]]:
     """Return the files that `size_of` knows, the class and the size of each; warn of the others."""
     with ThreadPoolExecutor() as threads:
         sizes = list(threads.map(size_of, files))

@@ -15,8 +15,8 @@ from graphopt.communicator import Survivors
 from graphopt.distributed.exchange import WorkerOptions
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import Pruning
 from graphopt.graph.roles import Role, check_trains, with_role
+from graphopt.graph.state import Pruning
 from graphopt.graph.values import name_of, value_of
 from graphopt.pipeline import Step, check_step
 from graphopt.runtime.bound_session import Reported, RunnerOptions

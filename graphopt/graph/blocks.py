@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import ancestors

@@ -22,8 +22,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import STORED
 from graphopt.graph.operators import POOLS, ZERO_TO_ZERO
+from graphopt.graph.postprocessing import STORED
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import captured
 from graphopt.graph.values import constant_of, fixed, given, is_static, name_of, node_label, spread

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import add_note, labels_in
+from graphopt.graph.metadata import DERIVED, Note, Text, add_note
 from graphopt.graph.roles import Role, TargetSpec, with_role
 from graphopt.graph.values import constant_of, dims_of, rank
 
 LABEL, PROBABILITIES = "label", "probabilities"  # as skl2onnx names them
+
+LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
+
+
+@dataclass(frozen=True)
+class Derived(Note, key=DERIVED, expected="the name of an output, and what is computed from it"):
+    """Record that an output says how sure another one is.
+
+    Args:
+        of: the name of that output.
+        kind: what is computed: `probability`, `set`, `lower`, `upper`, `mean`, `variance` or `mutual_information`.
+    """
+
+    of: str
+    kind: str
+
+    @classmethod
+    def all(cls, model: ir.Model, output: str | None) -> dict[str, ir.Value]:
+        """Return what is computed from an output, by its kind."""
+        notes = [(cls.read(x), x) for x in model.graph.outputs]
+        return {note.kind: x for note, x in notes if note is not None and note.of == output}
 
 
 def classification_of(model: ir.Model) -> TargetSpec | None:
@@ -30,6 +54,21 @@ def note_classification(proto: onnx.ModelProto, model: ir.Model) -> None:
     spec = classification_of(model)
     if spec is not None and any(y.name == spec.output for y in proto.graph.output):
         add_note(proto, spec)
+
+
+def labels_in(model: ir.Model) -> list[str] | None:
+    """Return the names of the classes in a model's metadata, or None."""
+    text = LABELS.read(model)
+    with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
+        labels = json.loads(text or "")
+        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+            return labels
+    return None
+
+
+def set_labels(proto: onnx.ModelProto, labels: Sequence[str], *, keep: bool = False) -> None:
+    """Write the names of the classes into a model's metadata, in place of others unless these shall stay."""
+    LABELS.write_in(proto, json.dumps(list(labels)), keep=keep)
 
 
 def activation_of(spec: TargetSpec) -> str | None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.graph.copying import again
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.operators import RANDOM
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.tables import dequantizes_frozen, gather_packed_rows

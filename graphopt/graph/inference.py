@@ -14,8 +14,8 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
 from graphopt.graph.encoders import Encoders, restore_encoders
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.merging import merged_weights
-from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import Attributes, attributes_of
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts

@@ -7,13 +7,12 @@ untrusted file, so reading checks their form. No other module accesses `metadata
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import enum
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import onnx
@@ -27,8 +26,8 @@ H = TypeVar("H", bound=Holder)
 N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
-ARCHITECTURE, EXPORTED = f"{PREFIX}architecture", f"{PREFIX}exported"  # keys of notes that others write
-MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
+# Keys of notes that others write
+ARCHITECTURE, DERIVED, EXPORTED = (f"{PREFIX}{name}" for name in ("architecture", "derived", "exported"))
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,16 @@ class _Entry:
     def remove(self, holder: Holder) -> None:
         """Remove the entry if it exists."""
         holder.metadata_props.pop(self.key, None)
+
+    def write_in(self, proto: onnx.ModelProto, text: str | None, *, keep: bool = False) -> None:
+        """Write the entry of a model's message, or remove it if `text` is None; `keep` keeps one that exists."""
+        found = [i for i, entry in enumerate(proto.metadata_props) if entry.key == self.key]
+        if found and keep:
+            return
+        for i in reversed(found):
+            del proto.metadata_props[i]
+        if text is not None:
+            proto.metadata_props.add(key=self.key, value=text)
 
 
 @dataclass(frozen=True)
@@ -85,12 +94,8 @@ BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 # Of a model of images, in the words of ONNX's documentation, MetadataProps.md: how its pixels are scaled
 PIXEL_RANGE = Text("Image.NominalPixelRange")
-LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
-# An initializer that an adapter added or replaced, and that trains in place of others
-ADAPTER = Flag("graphopt.is_of_adapter")
 # A weight that is 1 more in the file than in its module, as of Gemma's norms
 ADDS_ONE = Flag("graphopt.adds_one")
-ADDITIVE = Flag("graphopt.additive")  # an explanation whose elements sum to a difference of outputs
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 # A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file
@@ -101,26 +106,18 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
-AUGMENTED = Flag("graphopt.augmented")  # a node that computes what training reads in place of an input
 MIXED = Flag("graphopt.mixed")  # a node that computes the share of another row in each row
 IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
 # Of a training graph: the divisor of logits when completions are drawn
 TEMPERATURE = Text("graphopt.temperature")
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
-# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
-# the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
-ATTENTION_SCORES = Flag("graphopt.attention_scores")
+# A node of the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
 TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 # A node whose gradient is another than its slope on purpose, or such a gradient of the loss
 SURROGATE = Flag("graphopt.surrogate")
-STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
-# Of such a node: the name of the result in the file, if not the weight's
-STORED_AS = Text("graphopt.stored_as")
-FOLLOWS = Flag("graphopt.follows")  # a DequantizeLinear whose scale follows the largest numbers of its weight
 FAKE = Flag("graphopt.fake")  # a node that rounds to integers or back, which the float model leaves out
 RANGE = Text("graphopt.range")  # of an initializer: which end of an activation's range it is, low or high
-STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 EXPORTED_GRAPH = Text("pkg.torch.export.ExportedProgram.graph_signature")  # of a graph: what PyTorch exported
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
 
@@ -148,7 +145,7 @@ def all_of(holder: Holder) -> dict[str, str]:
 
 def remove_own(holder: Holder) -> None:
     """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded by a module's export."""
-    kept = (FROZEN.key, EXPORTED, Derived.KEY)
+    kept = (FROZEN.key, EXPORTED, DERIVED)
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
 
@@ -265,146 +262,27 @@ def expect(*right: bool) -> None:
         raise ValueError
 
 
-@dataclass(frozen=True)
-class InferenceForm(
-    Note,
-    key="graphopt.inference",
-    expected="inputs by number, the number of an input, or an operator, its attributes, what it reads and an output",
-):
-    """Describe how inference computes a node's first output, if training computes it in another way.
-
-    Args:
-        inputs: names of graph inputs that replace the node's inputs, by input number.
-        same_as: the number of the input that the output equals.
-        operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
-            its inputs, and `output` is the number of its output.
-        merged: whether the form holds only once adapters are merged into the weights.
-        predicting: whether the form holds only for predictions, and not for the evaluation of the loss.
-    """
-
-    inputs: Mapping[int, str] = field(default_factory=dict)
-    same_as: int | None = None
-    operator: tuple[str, dict[str, Any]] | None = None
-    reads: tuple[str, ...] = ()
-    output: int = 0
-    merged: bool = False
-    predicting: bool = False
-
-    def check(self) -> None:
-        expect(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
-        if self.operator is not None:
-            ir.convenience.convert_attributes(self.operator[1])
-
-
-@dataclass(frozen=True)
-class Derived(Note, key="graphopt.derived", expected="the name of an output, and what is computed from it"):
-    """Record that an output says how sure another one is.
-
-    Args:
-        of: the name of that output.
-        kind: what is computed: `probability`, `set`, `lower`, `upper`, `mean`, `variance` or `mutual_information`.
-    """
-
-    of: str
-    kind: str
-
-    @classmethod
-    def all(cls, model: ir.Model, output: str | None) -> dict[str, ir.Value]:
-        """Return what is computed from an output, by its kind."""
-        notes = [(cls.read(x), x) for x in model.graph.outputs]
-        return {note.kind: x for note, x in notes if note is not None and note.of == output}
-
-
-@dataclass(frozen=True)
-class Folded(Note, key="graphopt.folded", expected="models by the names of initializers"):
-    """Record how initializers of the file are computed from weights that took their places.
-
-    Args:
-        parts: for each of these initializers, a serialized model from weights to its numbers.
-    """
-
-    parts: Mapping[str, bytes] = field(default_factory=dict)
-
-    def models(self) -> dict[str, onnx.ModelProto]:
-        """Return the models by the names of the initializers."""
-        return {name: onnx.ModelProto.FromString(part) for name, part in self.parts.items()}
-
-
-@dataclass(frozen=True)
-class Caches(Note, key="graphopt.caches", expected="names of inputs and outputs"):
-    """Record the inputs of a decoder's file that its training graph lacks, and the outputs that are its caches.
-
-    Args:
-        inputs: the past of each cache, and what only caches read.
-        outputs: the present of each cache.
-    """
-
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Pruning(Note, key="graphopt.pruning", expected="a number of updates and a share"):
-    """Note until when a training graph prunes.
-
-    Args:
-        end: the update after which the masks stay; 0 if they never change.
-        sparsity: the share of the numbers of the pruned weights that are 0 then.
-    """
-
-    end: int
-    sparsity: float
-
-    def check(self) -> None:
-        expect(0 <= self.end < 2**53, 0 <= self.sparsity <= 1)
-
-
 # Notes of a model from which nothing is computed: what a folder or a page says about it
-_DESCRIBING = (ARCHITECTURE, LABELS.key, PIXEL_RANGE.key)
+_DESCRIBING = (_Entry(ARCHITECTURE), _Entry("labels"), PIXEL_RANGE)
 
 
 def forget_description(model: ir.Model) -> None:
     """Remove the notes that only describe a model."""
-    for key in _DESCRIBING:
-        model.metadata_props.pop(key, None)
+    for entry in _DESCRIBING:
+        entry.remove(model)
 
 
 def forget_description_of(proto: onnx.ModelProto) -> None:
     """Remove from a model's message the notes that only describe it, and what references to its weights describe."""
-    for i in reversed(range(len(proto.metadata_props))):
-        if proto.metadata_props[i].key in _DESCRIBING:
-            del proto.metadata_props[i]
+    for entry in _DESCRIBING:
+        entry.write_in(proto, None)
     for tensor in proto.graph.initializer:
         if tensor.external_data:  # a reference
             tensor.ClearField("doc_string")
             tensor.ClearField("metadata_props")
 
 
-def labels_in(model: ir.Model) -> list[str] | None:
-    """Return the names of the classes in a model's metadata, or None."""
-    text = LABELS.read(model)
-    with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
-        labels = json.loads(text or "")
-        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            return labels
-    return None
-
-
-def add_labels(proto: onnx.ModelProto, labels: Sequence[str]) -> None:
-    """Write the names of the classes into a model's metadata, unless it has some."""
-    if all(note.key != LABELS.key for note in proto.metadata_props):
-        proto.metadata_props.add(key=LABELS.key, value=json.dumps(list(labels)))
-
-
-def set_labels(proto: onnx.ModelProto, labels: Sequence[str]) -> None:
-    """Write the names of the classes into a model's metadata, in place of others."""
-    others = [note for note in proto.metadata_props if note.key != LABELS.key]
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(others)
-    add_labels(proto, labels)
-
-
 def add_note(proto: onnx.ModelProto, note: Note) -> None:
     """Write a note into a model's metadata."""
     holder = note.write(ir.Model(ir.Graph([], [], nodes=[]), ir_version=proto.ir_version))
-    proto.metadata_props.add(key=note.KEY, value=holder.metadata_props[note.KEY])
+    _Entry(note.KEY).write_in(proto, holder.metadata_props[note.KEY])

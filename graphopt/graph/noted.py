@@ -15,9 +15,11 @@ from graphopt.graph import metadata, origins
 from graphopt.graph.checking import check_proto
 from graphopt.graph.declarations import Misdeclared
 from graphopt.graph.encoders import Encoders
-from graphopt.graph.metadata import Folded, InferenceForm, malformed, original_name
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import malformed, original_name
 from graphopt.graph.opsets import Versions
-from graphopt.graph.postprocessing import Detached, Notes
+from graphopt.graph.origins import Folded
+from graphopt.graph.postprocessing import Caches, Detached, Notes
 from graphopt.graph.roles import INPUTS, OF_MODEL, OUTPUTS, STATE, Role, TargetSpec, role_of
 from graphopt.graph.values import name_of
 
@@ -43,7 +45,7 @@ def check_metadata(model: ir.Model) -> None:
                 raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
     _check_encoders(model)
-    for note in (metadata.Caches, origins.Exported, Versions, origins.LeftOut, Misdeclared):
+    for note in (Caches, origins.Exported, Versions, origins.LeftOut, Misdeclared):
         note.read(model)
     if folded := Folded.read(model):
         _checked_parts(model, folded, folded.parts.values())

@@ -13,12 +13,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import MANY, Note, expect
+from graphopt.graph.metadata import Note, expect
 from graphopt.graph.operators import Attributes, attributes_of, defaults, fits, formal_of, schema_of
 from graphopt.graph.traversal import nodes_of
 from graphopt.graph.values import constant_of, given, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
+MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
 
 # Operators whose meaning changed in an opset although the schema looks alike.

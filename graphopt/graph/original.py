@@ -18,9 +18,11 @@ from graphopt.graph.loading import ONNX
 from graphopt.graph.mapped import MappedTensor
 from graphopt.graph.merging import adapted
 from graphopt.graph.message_inference import infer_message
-from graphopt.graph.metadata import STORED_AS, Folded, original_name
+from graphopt.graph.metadata import original_name
+from graphopt.graph.origins import Folded
 from graphopt.graph.packed import view_of
 from graphopt.graph.parts import ModelParts, are_equal
+from graphopt.graph.postprocessing import STORED_AS
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors, extracted_between
 from graphopt.graph.values import is_floating, name_of, tensor_bytes

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import onnx
 
 from graphopt.graph.metadata import EXPORTED, Note, expect
 
@@ -164,3 +166,18 @@ class LeftOut(Note, key="graphopt.left_out", expected="names of parameters"):
     """Record the exported program's parameters that are missing in the file."""
 
     names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Folded(Note, key="graphopt.folded", expected="models by the names of initializers"):
+    """Record how initializers of the file are computed from weights that took their places.
+
+    Args:
+        parts: for each of these initializers, a serialized model from weights to its numbers.
+    """
+
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+
+    def models(self) -> dict[str, onnx.ModelProto]:
+        """Return the models by the names of the initializers."""
+        return {name: onnx.ModelProto.FromString(part) for name, part in self.parts.items()}

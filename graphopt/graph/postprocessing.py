@@ -19,17 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import (
-    FAKE,
-    PREFIX,
-    STORED,
-    STORED_AS,
-    STORED_TYPE,
-    Note,
-    expect,
-    malformed,
-    remove_own,
-)
+from graphopt.graph.metadata import FAKE, PREFIX, Flag, Note, Text, expect, malformed, remove_own
 from graphopt.graph.opsets import Versions
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured, extracted_between
@@ -38,6 +28,11 @@ from graphopt.graph.values import constant_of, is_floating, name_of, tensor_byte
 MOST_UNREAD = 2**20  # bytes
 MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
 DEQUANTIZE = "DequantizeLinear"
+
+STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
+# Of such a node: the name of the result in the file, if not the weight's
+STORED_AS = Text("graphopt.stored_as")
+STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 
 
 @dataclass(frozen=True)
@@ -50,6 +45,19 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class Caches(Note, key="graphopt.caches", expected="names of inputs and outputs"):
+    """Record the inputs of a decoder's file that its training graph lacks, and the outputs that are its caches.
+
+    Args:
+        inputs: the past of each cache, and what only caches read.
+        outputs: the present of each cache.
+    """
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

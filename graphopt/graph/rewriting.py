@@ -23,7 +23,9 @@ from graphopt.fields import check_options
 from graphopt.graph import metadata, origins
 from graphopt.graph.authored import ask
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.postprocessing import STORED
 from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import detached
 from graphopt.graph.storage import Content
@@ -303,8 +305,8 @@ def needed(model: ir.Model) -> list[ir.Node]:
 
 
 def _has_meaning(node: ir.Node) -> bool:
-    flags = (metadata.STOP_GRADIENT, metadata.STORED, metadata.MIXED, metadata.FAKE)
-    return any(flag.is_set(node) for flag in flags) or any(map(metadata.InferenceForm.is_on, node.outputs))
+    flags = (metadata.STOP_GRADIENT, STORED, metadata.MIXED, metadata.FAKE)
+    return any(flag.is_set(node) for flag in flags) or any(map(InferenceForm.is_on, node.outputs))
 
 
 def seams(model: ir.Model) -> list[ir.Node]:

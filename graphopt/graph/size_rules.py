@@ -31,7 +31,7 @@ from graphopt.graph.values import fixed
 from graphopt.graph.windows import is_same, window_of
 
 Maybe = Formula | None
-Sizes = list[Maybe]  # of one output
+_Sizes = list[Maybe]  # of one output
 _T = TypeVar("_T")
 
 _REDUCTIONS = (
@@ -108,7 +108,7 @@ class NodeSizes:
         return [axis % rank for axis in _numbers(self.option(i, name))]
 
     @property
-    def to(self) -> Sizes:
+    def to(self) -> _Sizes:
         """The sizes of the first output that are known already."""
         names = [dim if isinstance(dim, int) else dim.value for dim in _known(self.node.outputs[0].shape)]
         return [None if x is None or self.facts.is_open(x) else self.facts.of(x) for x in names]
@@ -144,24 +144,24 @@ def _is_positive(x: Formula) -> bool:
     return is_nonnegative(x - 1)
 
 
-def _elementwise(read: NodeSizes) -> list[Sizes]:
+def _elementwise(read: NodeSizes) -> list[_Sizes]:
     shapes = [read.facts.of_shape(x) for x in read.node.inputs if x is not None]
     return [broadcast(list(map(_known, shapes)))] if shapes and read.version >= _ALIGNED_SINCE else []
 
 
-def _matmul(read: NodeSizes) -> list[Sizes]:
+def _matmul(read: NodeSizes) -> list[_Sizes]:
     a, b = read.shape(0), read.shape(1)
     return [] if min(len(a), len(b)) < 2 else [[*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]]]
 
 
-def _gemm(read: NodeSizes) -> list[Sizes]:
+def _gemm(read: NodeSizes) -> list[_Sizes]:
     a, b = read.shape_if_known(0), read.shape_if_known(1)
     rows = a[1 if read.attributes.get("transA") else 0] if a is not None and len(a) == 2 else None
     columns = b[0 if read.attributes.get("transB") else 1] if b is not None and len(b) == 2 else None
     return [[rows, columns]]
 
 
-def _reshape(read: NodeSizes) -> list[Sizes]:
+def _reshape(read: NodeSizes) -> list[_Sizes]:
     x, to = read.shape_if_known(0), read.to
     wanted, result = list[Maybe](), list(to)
     with contextlib.suppress(Unknown):
@@ -187,7 +187,7 @@ def _solved(x: list[Formula] | None, result: list[Maybe]) -> list[Maybe]:
     return [quotient(x, known) if size is None else size for size in result]
 
 
-def _flatten(read: NodeSizes) -> list[Sizes]:
+def _flatten(read: NodeSizes) -> list[_Sizes]:
     x = read.shape(0)
     axis = read.attributes["axis"] + len(x) * (read.attributes["axis"] < 0)
     return [[_volume(x[:axis]), _volume(x[axis:])]]
@@ -197,7 +197,7 @@ def _volume(sizes: Sequence[Formula]) -> Formula:
     return functools.reduce(Formula.__mul__, sizes, number(1))
 
 
-def _slice(read: NodeSizes) -> list[Sizes]:
+def _slice(read: NodeSizes) -> list[_Sizes]:
     x, starts, ends = read.shape(0), read.option(1, "starts"), read.option(2, "ends")
     has_axes = "axes" in read.attributes or read.input(3) is not None
     axes = read.axes(3, "axes", len(x)) if has_axes else list(range(len(starts)))
@@ -231,7 +231,7 @@ def _bound(size: Formula, bound: Formula) -> Maybe:
     return largest(number(0), size + bound) if is_nonnegative(bound * -1 - 1) else None
 
 
-def _concat(read: NodeSizes) -> list[Sizes]:
+def _concat(read: NodeSizes) -> list[_Sizes]:
     known = list(map(read.shape, range(len(read.node.inputs))))
     if not known or not known[0]:
         return []
@@ -240,7 +240,7 @@ def _concat(read: NodeSizes) -> list[Sizes]:
     return [[total if i == axis else None for i in range(len(known[0]))]]
 
 
-def _split(read: NodeSizes) -> list[Sizes]:
+def _split(read: NodeSizes) -> list[_Sizes]:
     x, count = read.shape(0), len(read.node.outputs)
     axis = read.attributes["axis"] % len(x)
     parts: Sequence[Maybe] | None = None
@@ -256,7 +256,7 @@ def _split(read: NodeSizes) -> list[Sizes]:
     return [[*x[:axis], part, *x[axis + 1 :]] for part in parts]
 
 
-def _pad(read: NodeSizes) -> list[Sizes]:
+def _pad(read: NodeSizes) -> list[_Sizes]:
     if "paddings" in read.attributes:
         return []
     x, pads = read.shape(0), read.option(1, "pads")
@@ -270,7 +270,7 @@ def _pad(read: NodeSizes) -> list[Sizes]:
     return [result]
 
 
-def _windows(read: NodeSizes) -> list[Sizes]:
+def _windows(read: NodeSizes) -> list[_Sizes]:
     """Count windows of a convolution or a pool along each axis, as ONNX Runtime does since opset 22."""
     is_pool, x = read.node.op_type in POOLS, read.shape(0)
     w = [] if is_pool else read.shape(1)
@@ -294,7 +294,7 @@ def _windows(read: NodeSizes) -> list[Sizes]:
     return [[x[0], x[1] if is_pool else w[0], *counts]] * len(read.node.outputs)
 
 
-def _transposed_windows(read: NodeSizes) -> list[Sizes]:
+def _transposed_windows(read: NodeSizes) -> list[_Sizes]:
     x, w = read.shape(0), read.shape(1)
     n, channels = len(x) - 2, w[1] * int(read.attributes.get("group") or 1)
     if "output_shape" in read.attributes:
@@ -310,7 +310,7 @@ def _transposed_windows(read: NodeSizes) -> list[Sizes]:
     return [[x[0], channels, *sizes]]
 
 
-def _resize(read: NodeSizes) -> list[Sizes]:
+def _resize(read: NodeSizes) -> list[_Sizes]:
     """Derive sizes from given sizes, or from scales that float32, in which the runtime multiplies, has exactly."""
     x, sizes = read.shape(0), read.facts.values(read.input(3))
     policy = read.attributes.get("keep_aspect_ratio_policy", "stretch")
@@ -332,14 +332,14 @@ def _scaled(size: Formula, scale: Fraction) -> Maybe:
     return floor(size * scale) if is_exact and scale > 0 else None
 
 
-def _tile(read: NodeSizes) -> list[Sizes]:
+def _tile(read: NodeSizes) -> list[_Sizes]:
     x, repeats = read.shape(0), read.values(1)
     if len(repeats) != len(x):
         return []
     return [[None if n is None else size * n for size, n in zip(x, repeats, strict=True)]]
 
 
-def _reduction(read: NodeSizes) -> list[Sizes]:
+def _reduction(read: NodeSizes) -> list[_Sizes]:
     x = read.shape(0)
     if read.node.outputs[0].shape is None:
         return []
@@ -353,13 +353,13 @@ def _reduction(read: NodeSizes) -> list[Sizes]:
     return [[number(1) if i in axes else size for i, size in enumerate(x) if is_kept or i not in axes]]
 
 
-def _squeeze(read: NodeSizes) -> list[Sizes]:
+def _squeeze(read: NodeSizes) -> list[_Sizes]:
     x = read.shape(0)
     axes = read.axes(1, "axes", len(x))
     return [[size for i, size in enumerate(x) if i not in axes]]
 
 
-def _unsqueeze(read: NodeSizes) -> list[Sizes]:
+def _unsqueeze(read: NodeSizes) -> list[_Sizes]:
     x, rank = read.shape(0), len(_known(read.node.outputs[0].shape))
     axes = read.axes(1, "axes", rank)
     if rank != len(x) + len({*axes}):
@@ -368,26 +368,26 @@ def _unsqueeze(read: NodeSizes) -> list[Sizes]:
     return [[number(1) if i in axes else next(sizes) for i in range(rank)]]
 
 
-def _range(read: NodeSizes) -> list[Sizes]:
+def _range(read: NodeSizes) -> list[_Sizes]:
     start, limit, step = (_known(next(iter(read.values(i)), None)) for i in range(3))
     if not step.number:
         return []
     return [[largest(number(0), ceiling((limit - start) * (1 / step.number)))]]
 
 
-def _top(read: NodeSizes) -> list[Sizes]:
+def _top(read: NodeSizes) -> list[_Sizes]:
     x, k = read.shape(0), read.option(1, "k")
     axis = read.attributes.get("axis", -1) % len(x)
     return [[*x[:axis], k[0], *x[axis + 1 :]]] * 2
 
 
-def _one_hot(read: NodeSizes) -> list[Sizes]:
+def _one_hot(read: NodeSizes) -> list[_Sizes]:
     x, depth = read.shape(0), read.values(1)
     axis = read.attributes.get("axis", -1) % (len(x) + 1)
     return [[*x[:axis], depth[0], *x[axis:]]]
 
 
-def _depth_to_space(read: NodeSizes) -> list[Sizes]:
+def _depth_to_space(read: NodeSizes) -> list[_Sizes]:
     x, block = read.shape(0), read.attributes["blocksize"]
     if len(x) != 4:
         return []
@@ -396,7 +396,7 @@ def _depth_to_space(read: NodeSizes) -> list[Sizes]:
     return [[x[0], x[1] * block**2, *(quotient([size], [number(block)]) for size in x[2:])]]
 
 
-RULES: dict[str, Callable[[NodeSizes], list[Sizes]]] = {
+RULES: dict[str, Callable[[NodeSizes], list[_Sizes]]] = {
     **dict.fromkeys(ELEMENTWISE_OPERATORS, _elementwise),
     **dict.fromkeys([*POOLS, "Conv", "ConvInteger"], _windows),
     **dict.fromkeys(_REDUCTIONS, _reduction),

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import KIND, ORIGINAL_NAME, OWNER, ROLE
+from graphopt.graph.metadata import KIND, ORIGINAL_NAME, OWNER, ROLE, Note, expect
 from graphopt.graph.roles import OF_MODEL, Role, check_inference, role_of, set_role, with_role
 from graphopt.graph.values import Named, name_of, next_of
 
@@ -31,7 +32,23 @@ ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.a
 AVERAGE = "average"  # of a parameter: its average over the steps
 MASK = "mask"  # of a parameter: which of its numbers are not pruned
 
-RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
+_RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
+
+
+@dataclass(frozen=True)
+class Pruning(Note, key="graphopt.pruning", expected="a number of updates and a share"):
+    """Note until when a training graph prunes.
+
+    Args:
+        end: the update after which the masks stay; 0 if they never change.
+        sparsity: the share of the numbers of the pruned weights that are 0 then.
+    """
+
+    end: int
+    sparsity: float
+
+    def check(self) -> None:
+        expect(0 <= self.end < 2**53, 0 <= self.sparsity <= 1)
 
 
 @contextlib.contextmanager
@@ -177,7 +194,7 @@ def make_room(model: ir.Model) -> None:
     values = ir.convenience.create_value_mapping(model.graph)
     for name, value in list(values.items()):
         weight, _, suffix = name.rpartition(".")
-        if name in RESERVED and not (value.is_graph_input() or value.is_graph_output()):
+        if name in _RESERVED and not (value.is_graph_input() or value.is_graph_output()):
             _rename(value, values)
         elif suffix.isidentifier() and weight in model.graph.initializers:
             check_inference(model, "Normalize")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-Size = int | ir.SymbolicDim | None
+_Size = int | ir.SymbolicDim | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Window:
         at = first + np.arange(self.kernel[axis]) * self.dilations[axis]
         return ((at >= -before) & (at < size + after)).sum(axis=1)
 
-    def same(self, sizes: Sequence[Size], mode: str) -> Window | None:
+    def same(self, sizes: Sequence[_Size], mode: str) -> Window | None:
         """Return this window with SAME pads for an input of some sizes; None if they depend on an unknown size."""
         totals = []
         for size, stride, extent in zip(sizes, self.strides, self.extent, strict=True):
@@ -121,13 +121,13 @@ def is_same(node: ir.Node) -> bool:
     return pad_mode(node).startswith("SAME")
 
 
-def padded_window(node: ir.Node, sizes: Sequence[Size], kernel: Sequence[int] | None = None) -> Window | None:
+def padded_window(node: ir.Node, sizes: Sequence[_Size], kernel: Sequence[int] | None = None) -> Window | None:
     """Return the window of a node with its pads for an input of some sizes; None if an unknown size decides these."""
     window = window_of(node, kernel)
     return window.same(sizes, pad_mode(node)) if is_same(node) else window
 
 
-def is_misplaced(node: ir.Node, sizes: Sequence[Size]) -> bool:
+def is_misplaced(node: ir.Node, sizes: Sequence[_Size]) -> bool:
     """Return whether ONNX Runtime places the SAME pads of a pool otherwise than the standard, for some size at least.
 
     Its pads ignore dilations. Where windows have gaps between them, it takes pads below 0, with which MaxPool stops.
@@ -140,6 +140,6 @@ def is_misplaced(node: ir.Node, sizes: Sequence[Size]) -> bool:
     return window.extent != window.kernel or (node.op_type != "MaxPool" and min(sums, default=0) < least)
 
 
-def _rest(size: Size, stride: int) -> int:
+def _rest(size: _Size, stride: int) -> int:
     """Return how many elements of an axis the last window of SAME padding begins before, and the most if it is open."""
     return (size - 1) % stride + 1 if isinstance(size, int) else stride

@@ -35,7 +35,7 @@ from graphopt.runtime.saved_adapter import peft_adapter, slot_arrays
 from graphopt.runtime.saved_folder import ADAPTER_FILE
 from graphopt.runtime.session import Session
 
-COMPUTED = "computed"  # ends the names of outputs of the graph that computes arrays of files
+_COMPUTED = "computed"  # ends the names of outputs of the graph that computes arrays of files
 _TYPES = ("float32", "float64")  # that a host multiplies
 _NARROW = ("float16", "bfloat16")  # that it rounds float32 to
 
@@ -99,7 +99,7 @@ def _computed(model: ir.Model, state: _State) -> _Arrays:
     """Return what adapter files have of DoRA, but A, by the names of the graph's outputs."""
     own = [replace(x, stored=None) for x in adaptations(model, state, "hosts")]
     arrays = {name: x for each in combined(own) if each.has_factor for name, x in each.arrays().items()}
-    return {f"{name}.{COMPUTED}": x for name, x in arrays.items() if not name.endswith(LORA_A)}
+    return {f"{name}.{_COMPUTED}": x for name, x in arrays.items() if not name.endswith(LORA_A)}
 
 
 def _emitted(op: Emitter, model: ir.Model, adapter: CombinedAdapter) -> dict[str, ir.Value]:
@@ -125,7 +125,7 @@ def _emitted(op: Emitter, model: ir.Model, adapter: CombinedAdapter) -> dict[str
             factor, terms = factor * padded, [term * op.Reshape(padded, shape) for term in terms]
     b = op.Concat(*terms, axis=rank_axis) if terms[1:] else terms[0]
     return {
-        f"{name}.{COMPUTED}": op.Identity(b if name.endswith(LORA_B) else factor)
+        f"{name}.{_COMPUTED}": op.Identity(b if name.endswith(LORA_B) else factor)
         for name, *_ in adapter.defaults()
         if not name.endswith(LORA_A)
     }
@@ -156,7 +156,7 @@ def _arrays(model: ir.Model, form: str, state: _State, *, rounded: bool = False)
         if rounded:
             return slot_arrays(own)
         arrays = slot_arrays([replace(x, stored=None) for x in own])
-        return {name: state.get(f"{name}.{COMPUTED}", x) for name, x in arrays.items()}
+        return {name: state.get(f"{name}.{_COMPUTED}", x) for name, x in arrays.items()}
     return safetensors.numpy.load(_peft(model, state)[0][WEIGHTS])
 
 

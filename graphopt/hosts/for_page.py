@@ -30,7 +30,7 @@ from graphopt.hosts.export import export_hosts
 from graphopt.intervals import within
 from graphopt.runtime.checkpoint import state_bytes
 
-LIMITS = Limits(nodes=20_000, constant_bytes=2**25)
+_LIMITS = Limits(nodes=20_000, constant_bytes=2**25)
 MOST_BYTES = 2**31  # of an answer
 REFUSED = 3  # the exit status where the output is an error's line
 
@@ -94,7 +94,7 @@ def compile_for_page(model: bytes, choice: Choice) -> dict[str, bytes]:
     import passes
     from passes.losses.classification import activation_behind
 
-    loaded = load(model, limits=LIMITS)
+    loaded = load(model, limits=_LIMITS)
     is_fixed = any(isinstance(dim, int) for x in loaded.graph.inputs for dim in dims_of(x)[:1])
     normalize = passes.Normalize(batch="free" if is_fixed else None)
     normal = normalize(loaded.clone()).model

@@ -32,7 +32,7 @@ from graphopt.runtime.translation import round_products
 _log = logging.getLogger(__name__)
 
 PROOF, DEBUG = "proof.safetensors", "debug.safetensors"
-PERIOD = 1021  # numbers of a feed, after which they repeat
+_PERIOD = 1021  # numbers of a feed, after which they repeat
 MOST_BYTES, MOST_SHOWN = (
     2**30,
     2**26,
@@ -57,7 +57,7 @@ def proof_batch(step: ir.Model) -> Arrays | None:
     batch = random_inputs(copy, sizes[1] or SIZES[0], device, StateBuffers(device, copy))
     if _bytes(copy, batch) > MOST_BYTES:
         return None
-    return {name: np.resize(x.ravel()[:PERIOD], x.shape) for name, x in batch.items()}
+    return {name: np.resize(x.ravel()[:_PERIOD], x.shape) for name, x in batch.items()}
 
 
 def proof_files(
@@ -83,7 +83,7 @@ def proof_files(
     """
     proof: Arrays = {}
     for name, x in batch.items():
-        proof[f"feed.{name}"], proof[f"shape.{name}"] = x.ravel()[:PERIOD], np.array(x.shape, np.int64)
+        proof[f"feed.{name}"], proof[f"shape.{name}"] = x.ravel()[:_PERIOD], np.array(x.shape, np.int64)
     arrays = {**initial, **batch}
     try:
         for name, graph in plain.items():

@@ -43,7 +43,7 @@ COMPILE = "/compile"
 CHOICE = "graphopt-choice"  # a header, in JSON
 VERSION = (1, 30)  # of onnxruntime-web, or a later minor one
 INSTALL = f"npm install onnxruntime-web@{VERSION[0]}.{VERSION[1]}"
-RUNTIME = ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs", "ort-wasm-simd-threaded.asyncify.wasm")
+_RUNTIME = ("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs", "ort-wasm-simd-threaded.asyncify.wasm")
 _HERE = Path(__file__).parent
 _PART = 2**20  # bytes of a body that are read at once
 _TYPES = {
@@ -84,7 +84,7 @@ def page_files(runtime: Path) -> dict[str, Path]:
             f"found {found or 'no version'}: {INSTALL}"
         )
     files = {f"/{path.name}": path for folder in ("javascript", "web") for path in (_HERE / folder).glob("*.*")}
-    files |= {f"/onnxruntime/{name}": runtime / name for name in RUNTIME}
+    files |= {f"/onnxruntime/{name}": runtime / name for name in _RUNTIME}
     for path in files.values():
         if not path.is_file():
             raise GraphoptError(f"{path}: expected a file of the page, found none: {INSTALL}")

@@ -45,7 +45,7 @@ from graphopt.targets.native.cache import own_version
 NEVER = -1
 # The outputs that methods of an executor compute.
 WEIGHTS = "weights"
-COMPUTED = {
+_COMPUTED = {
     "evaluate": (Role.LOSS, Role.METRIC, Role.PREDICTION),
     "losses": (Role.LOSS, Role.METRIC),
     "predict": (Role.PREDICTION,),
@@ -106,7 +106,7 @@ class Evaluations:
         if call == WEIGHTS:
             names = [*map(name_of, weights_of_means(parts.model))]
         else:
-            names = [*map(name_of, with_role(parts.model, *COMPUTED[call]))] if call in COMPUTED else [call]
+            names = [*map(name_of, with_role(parts.model, *_COMPUTED[call]))] if call in _COMPUTED else [call]
         if not names:
             raise GraphoptError("predict: expected an output other than the model's own loss, found none: use evaluate")
         alone = parts.rounds is None and parts.workers.size == 1

@@ -14,10 +14,10 @@ from graphopt.adapters.combined import adaptations, combined
 from graphopt.adapters.slots import add_slots
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import inference
-from graphopt.graph.classified import note_classification
+from graphopt.graph.classified import labels_in, note_classification, set_labels
 from graphopt.graph.loading import Source, read_original
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import FAKE, UNTRAINED, add_labels, labels_in, set_labels
+from graphopt.graph.metadata import FAKE, UNTRAINED
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.original import write_weights
 from graphopt.graph.parts import ModelParts
@@ -203,7 +203,7 @@ class ExecutorState:
         if into is not None and self.labels is not None:
             set_labels(trained.proto, self.labels)
         elif self.own_labels is not None:
-            add_labels(trained.proto, self.own_labels)
+            set_labels(trained.proto, self.own_labels, keep=True)
         if into is None:
             note_classification(trained.proto, self._model)
         return trained

@@ -17,12 +17,12 @@ from graphopt.runtime.state_buffers import StateBuffers
 
 ROWS = 4
 SIZES = (16, 32, 64, 224, 1024)  # of axes that the graph leaves open, tried in this order
-MOST_NUMBERS = 2**26  # of an input that is tried
+_MOST_NUMBERS = 2**26  # of an input that is tried
 
-Arrays = dict[str, np.ndarray]
+_Arrays = dict[str, np.ndarray]
 
 
-def random_inputs(model: ir.Model, size: int, device: Device, buffers: StateBuffers) -> Arrays:
+def random_inputs(model: ir.Model, size: int, device: Device, buffers: StateBuffers) -> _Arrays:
     """Return random inputs of the declared types for a training graph.
 
     Args:
@@ -54,7 +54,7 @@ def open_sizes(model: ir.Model, rows: int) -> tuple[dict[str, int], int | None] 
     device = Device("cpu", verify=False, native=False)
     buffers = StateBuffers(device, copy)
     for size in SIZES:
-        if any(math.prod(_shape(x, {}, size)) > MOST_NUMBERS for x in fed):
+        if any(math.prod(_shape(x, {}, size)) > _MOST_NUMBERS for x in fed):
             return None
         inputs = random_inputs(copy, size, device, buffers)
         if _predicted(copy, inputs, device, buffers) is not None:

@@ -172,7 +172,7 @@ class ConvTranspose(OpRun):
         return (y if bias is None else y + bias.reshape(-1, *[1] * n),)
 
 
-REPLACED: list[type[OpRun]] = [
+_REPLACED: list[type[OpRun]] = [
     *(ConvTranspose, Loop, Scan),
     *(type(name, (OpRun,), {"_run": _run_kernel}) for name in _OF_RUNTIME),
     *(type(name, (OpRun,), {"_run": _computed_by(function)}) for name, function in _FUNCTIONS.items()),
@@ -183,7 +183,7 @@ def evaluator(model: ir.Model) -> ReferenceEvaluator:
     """Return the reference evaluator of a model, with the corrected operators."""
     if any(node.op_type in _EXPANDED for node in model.graph):
         model = _expanded(model.clone())
-    return ReferenceEvaluator(ir.to_proto(model), new_ops=REPLACED)
+    return ReferenceEvaluator(ir.to_proto(model), new_ops=_REPLACED)
 
 
 def _expanded(model: ir.Model) -> ir.Model:

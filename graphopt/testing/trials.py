@@ -29,7 +29,7 @@ from graphopt.targets.native.toolchain import compiler
 if TYPE_CHECKING:
     from passes import Loss, Optimizer
 
-Verdict = Literal["passed", "failed", "skipped"]
+_Verdict = Literal["passed", "failed", "skipped"]
 
 MLP = "models.mlp((6,), 3, hidden=[8])"
 # Networks by the kinds of their parameters: vectors and matrices; filters, too; a matrix of 4,096 numbers.
@@ -41,7 +41,7 @@ NETWORKS = {
 IN_FLOAT64 = "in_precision({}, ir.DataType.DOUBLE)"
 ROWS, OTHER_ROWS = 4, (1, 7)  # of a batch, whose size the graph leaves open
 BESIDE, ROUGHLY = "trains_as_the_reference(step, batch{})", ", rounding=properties.COARSE"
-FEW = 64  # numbers of an array that a program spells out
+_FEW = 64  # numbers of an array that a program spells out
 LEARNT_ROWS = 64  # from which a pass learns
 OPEN = 3  # the size of other axes that a graph leaves open
 
@@ -71,7 +71,7 @@ class Trial:
 
     property: str
     case: str
-    verdict: Verdict
+    verdict: _Verdict
     reason: str = ""
     program: str = ""
 
@@ -179,7 +179,7 @@ class _Bench:
 
     def array(self, array: np.ndarray) -> str:
         """Return the expression of an array, with its numbers if they are few."""
-        if array.size <= FEW:
+        if array.size <= _FEW:
             return f"np.array({array.tolist()}, {str(array.dtype)!r})"
         name = f"array_{len(self.names)}"
         self.names[name] = array

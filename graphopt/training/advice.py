@@ -14,7 +14,7 @@ from graphopt.graph.roles import Role, TargetSpec, role_of
 from graphopt.graph.values import is_floating
 from graphopt.training.options import FitOptions
 
-MOST_CLASSES = 20
+_MOST_CLASSES = 20
 ROWS_OF_BYTES = 100  # whose largest number tells how they are scaled
 ROWS_READ = 100_000  # of a target, to guess whether it numbers classes
 _KEEP = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")  # the numbers stay
@@ -95,7 +95,7 @@ def _class_count(batches: Batches, name: str) -> int:
         return 0
     numbers = np.asarray(target[:ROWS_READ]).reshape(-1)
     known = data.classes or len(data.labels or ())
-    if known > 1 or int(numbers.max()) >= MOST_CLASSES or int(numbers.min()) != 0:
+    if known > 1 or int(numbers.max()) >= _MOST_CLASSES or int(numbers.min()) != 0:
         return known if known > 1 else 0
     counts = np.bincount(numbers.astype(np.int64))
     is_even = len(counts) > 1 and counts.min() * 4 * len(counts) >= len(numbers) and counts.min() >= 5

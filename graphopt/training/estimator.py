@@ -41,7 +41,7 @@ from graphopt.training.fit import fit
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 from graphopt.training.predictor import predictor
 
-Steps = tuple[tuple[str, Any], ...]  # the arguments of `compile`
+_Steps = tuple[tuple[str, Any], ...]  # the arguments of `compile`
 _Arrays = np.ndarray | Mapping[str, np.ndarray]
 FEATURES = "X"
 
@@ -73,7 +73,7 @@ class Structure:
 
     model: Source | bytes = field(compare=False)
     digest: str
-    steps: Steps
+    steps: _Steps
     device: str
     threads: int | None
     rows: int = 0
@@ -153,7 +153,7 @@ def _allowed_threads() -> int | None:
     return min(int(limit), os.cpu_count() or 1) or None if limit.isdigit() else None
 
 
-def _compiled(model: Source | bytes, steps: Steps) -> ir.Model:
+def _compiled(model: Source | bytes, steps: _Steps) -> ir.Model:
     source = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
     return compile(source, **dict(steps))
 

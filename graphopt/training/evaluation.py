@@ -19,9 +19,8 @@ from graphopt.data.foreign import as_columns, as_dataset, features_of, has_rows,
 from graphopt.data.loader import Rows
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, kind_of
-from graphopt.graph.classified import classes_of, classification_of
+from graphopt.graph.classified import Derived, classes_of, classification_of, labels_in
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import Derived, labels_in
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
 from graphopt.graph.state import NORMS
 from graphopt.graph.values import name_of

@@ -22,8 +22,9 @@ from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import OWNER, Pruning
+from graphopt.graph.metadata import OWNER
 from graphopt.graph.roles import TargetSpec
+from graphopt.graph.state import Pruning
 from graphopt.graph.storage import model_digest
 from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline, check_pipeline

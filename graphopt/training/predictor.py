@@ -6,10 +6,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.graph.classified import LABEL, PROBABILITIES, activation_of, emit_classes, named_classes
+from graphopt.graph.classified import LABEL, PROBABILITIES, activation_of, emit_classes, named_classes, set_labels
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import add_labels
 from graphopt.graph.roles import TargetSpec
 from graphopt.graph.values import dims_of, is_floating, rank, swap
 
@@ -54,5 +53,6 @@ def predictor(
     graph.sort()
     written = ir.to_proto(model)
     if classes is not None:
-        add_labels(written, [str(x) if classes.dtype.kind in "OUS" else f"{float(x):.17g}" for x in classes])
+        labels = [str(x) if classes.dtype.kind in "OUS" else f"{float(x):.17g}" for x in classes]
+        set_labels(written, labels, keep=True)
     return written

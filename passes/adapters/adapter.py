@@ -18,8 +18,9 @@ from graphopt.adapters.targets import AdapterTarget, note_of, targets_in
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.merging import adapted, register_merge
-from graphopt.graph.metadata import ADAPTER, InferenceForm, copy, original_name
+from graphopt.graph.metadata import copy, original_name
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.postprocessing import DEQUANTIZE
@@ -28,14 +29,14 @@ from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dims_of, dtype_of, like, name_of, redirect
 from graphopt.intervals import within
-from passes.parameters import origin_in_file
+from passes.parameters import ADAPTER, origin_in_file
 from passes.weights.initializers import register
 
 _PRODUCTS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
 _SELECTING = {"Cast", DEQUANTIZE, "Gather", "GatherElements", "GatherND", "Slice", "Split", "Transpose"}
 _CHOOSING = {"ArgMax", "TopK"}  # what routers of experts end in
 
-Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
+_Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Adapter(Pass):
 
     pattern: Pattern = None
     leave_out: Pattern = field(default=None, kw_only=True)
-    parts: Parts = field(default=None, kw_only=True)
+    parts: _Parts = field(default=None, kw_only=True)
     seed: int = within("[0, inf)", 0, kw_only=True)
 
     def __init_subclass__(cls) -> None:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.metadata import ADAPTER, LABELS
+from graphopt.graph.classified import LABELS
 from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.postprocessing import Detached
 from graphopt.graph.rewriting import Pass, Read
@@ -23,11 +23,12 @@ from graphopt.graph.values import constant_of, dims_of, dtype_of, is_floating, n
 from graphopt.graph.weight_kinds import EMBEDDING, Moves, inverse, moved
 from graphopt.intervals import within
 from graphopt.moments import Moments
+from passes.parameters import ADAPTER
 from passes.quantization.calibration import watching
 from passes.standardize import put_before
 from passes.weights.initializers import register
 
-ROWS = 256  # whose features are computed to standardize them
+_ROWS = 256  # whose features are computed to standardize them
 SPREAD = 100.0  # the sum of the standard deviations of standardized features
 
 
@@ -91,7 +92,7 @@ class Head(Pass):
         if target.reading.turns_x(target.node):
             return replace(found, standardize=False)
         moments = Moments(target.axis)
-        parts = list(read.run(watching(model, [name_of(_features(target))]), ROWS))
+        parts = list(read.run(watching(model, [name_of(_features(target))]), _ROWS))
         if not parts:
             raise GraphoptError(
                 "Head: expected at least a batch of rows to learn from, found fewer: leave out standardize"

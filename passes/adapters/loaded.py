@@ -18,11 +18,12 @@ from graphopt.adapters.peft import Module
 from graphopt.adapters.stacked import from_parameter, order_of_experts, parameter_of_experts
 from graphopt.adapters.targets import AdapterTarget, targets_in, widths
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.metadata import ADAPTER, original_name
+from graphopt.graph.metadata import original_name
 from graphopt.graph.model_folders import MOST_LETTERS, Architecture
 from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.rewriting import Pattern, matches
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
+from passes.parameters import ADAPTER
 
 _STATISTICS = ("running_mean", "running_var")
 _COUNT = "num_batches_tracked"

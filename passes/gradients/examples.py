@@ -139,7 +139,7 @@ class Picked:
         return _inner(op, op.Cast(equal, to=self.b.dtype), _by_pairs(op, self.b))
 
 
-Form = Known | Product | Picked
+_Form = Known | Product | Picked
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _inner(op: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
     return op.ReduceSum(a * b, [*range(1, rank(b))], keepdims=0)
 
 
-def _matmul(op: Emitter, site: Site) -> Form | None:
+def _matmul(op: Emitter, site: Site) -> _Form | None:
     (dy,), (x, w) = site.dys, map(given, site.node.inputs)
     if rank(site.operand) != 2 or rank(x if site.index else w) < 2:
         return None
@@ -240,7 +240,7 @@ def _matmul(op: Emitter, site: Site) -> Form | None:
     return Product(site.matrix(op, given(dy), y, columns=True), site.matrix(op, w, columns=True), x)
 
 
-def _gemm(op: Emitter, site: Site, *, alpha: float, beta: float, transA: int, transB: int) -> Form | None:
+def _gemm(op: Emitter, site: Site, *, alpha: float, beta: float, transA: int, transB: int) -> _Form | None:
     dy, y = given(site.dys[0]), site.node.outputs[0]
     if site.index == 2:
         return site.summed(op, dy * beta, y, dims_of(site.operand))
@@ -250,7 +250,7 @@ def _gemm(op: Emitter, site: Site, *, alpha: float, beta: float, transA: int, tr
     return Product(b, a, site.operand) if transB else Product(a, b, site.operand)
 
 
-def _conv(op: Emitter, site: Site, *, group: int) -> Form | None:
+def _conv(op: Emitter, site: Site, *, group: int) -> _Form | None:
     """Unfold the input by a depthwise Conv with one kernel for each place of a window."""
     node, dy = site.node, given(site.dys[0])
     x, w = given(node.inputs[0]), given(node.inputs[1])
@@ -281,7 +281,7 @@ def _conv(op: Emitter, site: Site, *, group: int) -> Form | None:
     return Product(parts[0], parts[1], w)
 
 
-def _gather(op: Emitter, site: Site, *, axis: int) -> Form | None:
+def _gather(op: Emitter, site: Site, *, axis: int) -> _Form | None:
     numbers = given(site.node.inputs[1])
     if site.index or axis or rank(site.operand) != 2:
         return None
@@ -290,7 +290,7 @@ def _gather(op: Emitter, site: Site, *, axis: int) -> Form | None:
     return Picked(flat, site.matrix(op, given(site.dys[0]), site.node.outputs[0]), site.operand)
 
 
-def _normalization(op: Emitter, site: Site) -> Form | None:
+def _normalization(op: Emitter, site: Site) -> _Form | None:
     """Normalize again with the scale 1 and the bias 0: a scale's gradient is this times that of the output."""
     node, dy, y = site.node, given(site.dys[0]), site.node.outputs[0]
     x, scale, *rest = node.inputs
@@ -307,7 +307,7 @@ def _normalization(op: Emitter, site: Site) -> Form | None:
     return site.summed(op, terms, y, dims)
 
 
-def _elementwise(op: Emitter, site: Site) -> Form | None:
+def _elementwise(op: Emitter, site: Site) -> _Form | None:
     """Multiply by the local derivative, in the shape of the output."""
     node, y = site.node, site.node.outputs[0]
     function = rule_of(node)
@@ -317,7 +317,7 @@ def _elementwise(op: Emitter, site: Site) -> Form | None:
     return site.summed(op, op.Expand(terms, op.shape_of(y)), y, dims_of(site.operand))
 
 
-def _recurrent(op: Emitter, site: Site, factors: Factors | None) -> Form | None:
+def _recurrent(op: Emitter, site: Site, factors: Factors | None) -> _Form | None:
     """Stack the directions of a recurrent operator's factors as [n, directions, steps, sizes]."""
     if factors is None or site.index > 3:
         return None
@@ -343,7 +343,7 @@ def _moves_gates(site: Site, w: ir.Value) -> bool:
     return is_whole and {part.source for part in parts_of(site.operand)} == {w}
 
 
-SITES: dict[str, Callable[..., Form | None]] = {
+SITES: dict[str, Callable[..., _Form | None]] = {
     **dict.fromkeys(CELLS, _recurrent),
     **{"MatMul": _matmul, "Gemm": _gemm, "Conv": _conv, "Gather": _gather},
     **dict.fromkeys(
@@ -492,11 +492,11 @@ class Examples:
             (of_parts if parts else of_weights).update(node.outputs)
 
     @cached_property
-    def forms(self) -> list[tuple[Site, Form]]:
+    def forms(self) -> list[tuple[Site, _Form]]:
         """The gradient of the operand of each site, for each example."""
         return [(site, self._form(site)) for site in self.sites]
 
-    def _form(self, site: Site) -> Form:
+    def _form(self, site: Site) -> _Form:
         node, function = site.node, None if site.node.domain else SITES.get(site.node.op_type)
         form = None
         if function is not None:
@@ -589,7 +589,7 @@ class Examples:
         """Emit the gradients [n, *shape] of examples by each parameter on which the loss depends."""
         return {w: self._gradient(w) for w in self.parameters if self._forms_of(w)}
 
-    def _forms_of(self, w: ir.Value) -> list[tuple[Site, Form]]:
+    def _forms_of(self, w: ir.Value) -> list[tuple[Site, _Form]]:
         return [(site, form) for site, form in self.forms if site.operand in self._computed_from(w)]
 
     def _computed_from(self, w: ir.Value) -> Collection[ir.Value]:

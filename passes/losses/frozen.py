@@ -8,7 +8,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import inference, state
-from graphopt.graph.metadata import ROLE, UNTRAINED, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import ROLE, UNTRAINED
 from graphopt.graph.roles import STATE, role_of, with_role
 from graphopt.graph.values import name_of
 

@@ -10,7 +10,8 @@ from typing import Literal
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import STOP_GRADIENT
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read

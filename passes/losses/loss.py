@@ -14,8 +14,9 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
 from graphopt.graph.authored import ask, floating, name_of_method, told
+from graphopt.graph.classified import Derived
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import BATCH_WEIGHT, Derived
+from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, TargetSpec, role_of, set_role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of

@@ -9,11 +9,13 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ATTENTION_SCORES, TOKEN_POSITIONS, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import CONVOLUTIONS, ELEMENTWISE_OPERATORS, POOLS, RECURRENT, SHAPE_READERS
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dims_of, dtype_of, like, redirect
+from passes.lowering.attention import ATTENTION_SCORES
 
 _POSITION_IDS = "position_ids"
 # Operators that mix the tokens of a row otherwise than attention.

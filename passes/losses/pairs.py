@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.roles import FED, Role, TargetSpec, role_of, set_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, redirect
 from graphopt.intervals import within

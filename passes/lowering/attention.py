@@ -15,13 +15,16 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import ATTENTION_SCORES, TOKEN_POSITIONS
+from graphopt.graph.metadata import TOKEN_POSITIONS, Flag
 from graphopt.graph.operators import ARITHMETIC, MICROSOFT, VIEWS
 from graphopt.graph.shapes import places_of
 from graphopt.graph.values import dims_of, dtype_of, rank
 from passes.lowering.registry import freeze, lowers, plus
 
 MASKED = -10000.0
+
+# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax
+ATTENTION_SCORES = Flag("graphopt.attention_scores")
 
 
 @lowers("Attention", domain=MICROSOFT)

@@ -16,9 +16,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Caches
 from graphopt.graph.operators import MICROSOFT, SCATTERING, SHAPE_READERS, VIEWS
-from graphopt.graph.postprocessing import detach_outputs
+from graphopt.graph.postprocessing import Caches, detach_outputs
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import fold_integers, places_of, read_sizes

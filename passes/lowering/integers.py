@@ -15,7 +15,7 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import FOLLOWS, STOP_GRADIENT
+from graphopt.graph.metadata import STOP_GRADIENT, Flag
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import dims_of, given, rank, redirect
 from passes.gradients.rules.recurrent import steps_of
@@ -23,6 +23,8 @@ from passes.lowering.qoperators import single
 from passes.lowering.registry import lowers, plus, stored
 
 _DYNAMIC = "DynamicQuantizeLinear"
+
+FOLLOWS = Flag("graphopt.follows")  # a DequantizeLinear whose scale follows the largest numbers of its weight
 
 
 @lowers("MatMulInteger", domain="")

@@ -21,8 +21,8 @@ from passes.gradients.rules.control_flow import scan_over
 from passes.lowering.attention import static_size
 from passes.lowering.registry import lowers
 
-CHUNK = 32  # positions whose products are computed together; the state passes from one chunk to the next
-RULES = ("linear", "gated", "delta", "gated_delta")
+_CHUNK = 32  # positions whose products are computed together; the state passes from one chunk to the next
+_RULES = ("linear", "gated", "delta", "gated_delta")
 _END = 2**31 - 1
 
 
@@ -123,15 +123,15 @@ def linear_attention(
     of g up to t and A_ts = b_t exp(G_t - G_s) k_t k_s for s < t (Yang et al., https://arxiv.org/abs/2412.06464). A
     decay for each number of a key takes chunks of one position. `chunk_size`, a hint, has no effect.
     """
-    if update_rule not in RULES:
-        raise GraphoptError(f"its attribute update_rule={update_rule!r} is not covered: expected one of {RULES}")
+    if update_rule not in _RULES:
+        raise GraphoptError(f"its attribute update_rule={update_rule!r} is not covered: expected one of {_RULES}")
     size = static_size(query, 2) // q_num_heads
     of_keys, of_values = static_size(key, 2) // size, static_size(value, 2) // kv_num_heads
     decay, beta = decay if "gated" in update_rule else None, beta if "delta" in update_rule else None
     if (decay is None) == ("gated" in update_rule) or (beta is None) == ("delta" in update_rule):
         raise GraphoptError(f"expected inputs decay and beta as update_rule={update_rule!r} needs them, found none")
     for_each = decay is not None and static_size(decay, 2) != kv_num_heads
-    chunks = _Chunks(op, query, 1 if for_each else CHUNK)
+    chunks = _Chunks(op, query, 1 if for_each else _CHUNK)
     q, k, v = chunks.of(query, q_num_heads), chunks.of(key, of_keys), chunks.of(value, kv_num_heads)
     k, q = chunks.repeated(k, kv_num_heads // of_keys), chunks.repeated(q, kv_num_heads // q_num_heads)
     lower = np.tril(np.ones((chunks.size, chunks.size), bool))

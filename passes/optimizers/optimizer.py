@@ -18,7 +18,8 @@ from graphopt.fields import check_options
 from graphopt.graph import state
 from graphopt.graph.authored import ask, call, floating, name_of_method, several, told
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ADDS_ONE, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import ADDS_ONE
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.rewriting import Pass, Pattern, no_match, selects
 from graphopt.graph.roles import Role, needs_training_runtime, updated, with_role

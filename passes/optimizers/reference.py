@@ -21,13 +21,13 @@ from passes.optimizers.descent import SGD, Lion
 from passes.optimizers.optimizer import Optimizer
 from passes.optimizers.structured import Adafactor, Muon
 
-Arrays = Mapping[str, np.ndarray]
+_Arrays = Mapping[str, np.ndarray]
 Updated = tuple[np.ndarray, dict[str, np.ndarray]]  # the parameter and its slots
-Update = Callable[[Any, np.ndarray, np.ndarray, float, int, Arrays], Updated]
+Update = Callable[[Any, np.ndarray, np.ndarray, float, int, _Arrays], Updated]
 _Clip = Callable[[Any, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
-def _sgd(o: SGD, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _sgd(o: SGD, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     g = g + o.weight_decay * w
     if not o.momentum:
         return w - rate * g, {}
@@ -37,26 +37,26 @@ def _sgd(o: SGD, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Array
     return w - (1.0 if o.rate_in_velocity else rate) * d, {"momentum": b}
 
 
-def _adam(o: Adam, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _adam(o: Adam, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     sums = {"exp_sum": o.beta1 * slots["exp_sum"] + g, "exp_sum_sq": o.beta2 * slots["exp_sum_sq"] + g**2}
     m = (1 - o.beta1) * sums["exp_sum"] / (1 - o.beta1**t)
     v = (1 - o.beta2) * sums["exp_sum_sq"] / (1 - o.beta2**t)
     return w - rate * m / (np.sqrt(v) + o.epsilon), sums
 
 
-def _adamw(o: AdamW, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _adamw(o: AdamW, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     new, sums = _adam(o, w, g, rate, t, slots)
     return new - rate * o.weight_decay * w, sums
 
 
-def _lamb(o: LAMB, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _lamb(o: LAMB, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     minus, sums = _adam(o, np.zeros_like(w), g, 1.0, t, slots)
     u = o.weight_decay * w - minus
     norms = np.linalg.norm(w), np.linalg.norm(u)
     return w - rate * (norms[0] / norms[1] if all(norms) else 1.0) * u, sums
 
 
-def _schedule_free(o: ScheduleFreeAdamW, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _schedule_free(o: ScheduleFreeAdamW, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     y = o.beta1 * w + (1 - o.beta1) * slots["z"]
     v = o.beta2 * slots["exp_avg_sq"] + (1 - o.beta2) * g**2
     z = slots["z"] - rate * (g / (np.sqrt(v / (1 - o.beta2**t)) + o.epsilon) + o.weight_decay * y)
@@ -67,13 +67,13 @@ def _schedule_free(o: ScheduleFreeAdamW, w: np.ndarray, g: np.ndarray, rate: flo
     return (1 - share) * w + share * z, {"z": z, "exp_avg_sq": v}
 
 
-def _adagrad(o: Adagrad, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _adagrad(o: Adagrad, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     g = g + o.weight_decay * w
     s = slots["sum"] + g**2
     return w - rate * g / (np.sqrt(s) + o.epsilon), {"sum": s}
 
 
-def _rmsprop(o: RMSprop, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _rmsprop(o: RMSprop, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     g = g + o.weight_decay * w
     new = {"square_avg": o.alpha * slots["square_avg"] + (1 - o.alpha) * g**2}
     v = new["square_avg"]
@@ -86,13 +86,13 @@ def _rmsprop(o: RMSprop, w: np.ndarray, g: np.ndarray, rate: float, t: int, slot
     return w - rate * d, new
 
 
-def _lion(o: Lion, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _lion(o: Lion, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     m = slots["exp_avg"]
     d = np.sign(o.beta1 * m + (1 - o.beta1) * g)
     return w * (1 - rate * o.weight_decay) - rate * d, {"exp_avg": o.beta2 * m + (1 - o.beta2) * g}
 
 
-def _muon(o: Muon, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _muon(o: Muon, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     m = slots["momentum"] + (1 - o.momentum) * (g - slots["momentum"])
     x = g + o.momentum * (m - g) if o.nesterov else m
     x = x / max(float(np.linalg.norm(x)), o.epsilon)
@@ -104,7 +104,7 @@ def _muon(o: Muon, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arr
     return w * (1 - rate * o.weight_decay) - rate * o.adjust * x, {"momentum": m}  # type: ignore[operator]
 
 
-def _adafactor(o: Adafactor, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
+def _adafactor(o: Adafactor, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: _Arrays) -> Updated:
     least = np.finfo(np.float32).eps if o.epsilon is None else o.epsilon
     kept = 1 - t**o.decay_power
     new = {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import AUGMENTED
 from graphopt.graph.operators import LAYOUT
 from graphopt.graph.roles import Role, set_role, with_role
+from passes.augment import AUGMENTED
 from passes.free_batch import values_of_rows
 from passes.parts import extract_part, remove_unused_inputs
 

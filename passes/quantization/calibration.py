@@ -11,7 +11,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.rewriting import Read
 
 BINS = 2048  # of a histogram between -m and m, the largest magnitude
-LEVELS = 128  # of a distribution that is compared with that of a histogram
+_LEVELS = 128  # of a distribution that is compared with that of a histogram
 PERCENTILE = 99.999
 _UNSEEN = 1e-4  # the share of a bin that rounding empties
 
@@ -79,14 +79,14 @@ def _least_entropy(counts: np.ndarray, edges: np.ndarray) -> Range:
     inference with TensorRT, 2017), in steps of 8 bins.
     """
     middle, best = BINS // 2, (np.inf, BINS // 2)
-    for i in range(LEVELS // 2, middle + 1, 8):
+    for i in range(_LEVELS // 2, middle + 1, 8):
         inner = counts[middle - i : middle + i]
         p = inner.copy()
         p[0] += counts[: middle - i].sum()
         p[-1] += counts[middle + i :].sum()
-        level = np.arange(2 * i) * LEVELS // (2 * i)
+        level = np.arange(2 * i) * _LEVELS // (2 * i)
         is_seen = inner > 0
-        sums, places = (np.bincount(level, x, LEVELS) for x in (inner, is_seen))
+        sums, places = (np.bincount(level, x, _LEVELS) for x in (inner, is_seen))
         q = np.where(is_seen, (sums / np.maximum(places, 1))[level], 0)
         p, q = p / p.sum(), q / max(q.sum(), 1)
         at = p > 0

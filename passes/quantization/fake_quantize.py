@@ -13,16 +13,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import (
-    FAKE,
-    FROZEN,
-    RANGE,
-    STOP_GRADIENT,
-    STORED,
-    STORED_AS,
-    InferenceForm,
-)
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import FAKE, FROZEN, RANGE, STOP_GRADIENT
 from graphopt.graph.operators import RECURRENT, SHAPE_READERS
+from graphopt.graph.postprocessing import STORED, STORED_AS
 from graphopt.graph.rewriting import Pass, Pattern, Read
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import fixed, given, is_floating, like, name_of, producer_of, redirect, swap
@@ -37,8 +31,8 @@ from passes.quantization.quantize_weights import chosen_weights
 from passes.weights.initializers import free_name, register
 from passes.weights.masters import INT32_RANGE
 
-LEAST = float(np.finfo(np.float32).eps)  # of a scale, as PyTorch's observers
-LIMITS = {"int8": 127, "int4": 7}
+_LEAST = float(np.finfo(np.float32).eps)  # of a scale, as PyTorch's observers
+_LIMITS = {"int8": 127, "int4": 7}
 _BIAS = 2.0**30  # of the int32 range, half
 QUANTIZERS = ("DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear")
 
@@ -112,7 +106,7 @@ class FakeQuantize(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limit = LIMITS[self.weights]
+        limit = _LIMITS[self.weights]
         if self.weight_range is not None and not 1 <= self.weight_range <= limit:
             raise _wrong("weight_range", f"1 to {limit}, the largest {self.weights}", self.weight_range)
         if self.ranges is not None:
@@ -263,8 +257,8 @@ class _Writer:
         )
         least, most = op.Min(low, 0.0), op.Max(high, 0.0)
         step = (most - least) / 255.0
-        scale = STOP_GRADIENT.mark(op.Max(step, LEAST))
-        zero = op.Clip(op.Round(op.Neg(least) / op.Max(step, LEAST)), 0.0, 255.0)  # stays if the scale trains
+        scale = STOP_GRADIENT.mark(op.Max(step, _LEAST))
+        zero = op.Clip(op.Round(op.Neg(least) / op.Max(step, _LEAST)), 0.0, 255.0)  # stays if the scale trains
         dtype = ir.DataType[str(self._options.activations).upper()]
         zero = op.Cast(zero - 128.0 if dtype is ir.DataType.INT8 else zero, to=dtype)
         return self._stored(scale, f"{name}.scale"), self._stored(zero, f"{name}.zero_point")
@@ -281,7 +275,7 @@ class _Writer:
         node, w, op, options = product.node, product.read, self._op, self._options
         axis, sizes, bias, uses = product.axis, _sizes(w), [*node.inputs, None, None][2], list(w.uses())
         kind = "int8" if axis is None else options.weights
-        limit = (kind == options.weights and options.weight_range) or LIMITS[kind]
+        limit = (kind == options.weights and options.weight_range) or _LIMITS[kind]
         layout = {} if axis is None else {"axis": product.axis}
         is_blocked = options.block is not None and node.op_type in ("Gemm", "MatMul")
         if axis is None or not is_blocked:
@@ -290,7 +284,7 @@ class _Writer:
         else:
             largest = self._largest_of_blocks(w, 1 - axis, sizes)
             layout = {"axis": 1 - axis, "block_size": options.block}
-        scale, step = op.Max(largest / float(limit), LEAST), None
+        scale, step = op.Max(largest / float(limit), _LEAST), None
         if options.bias and not is_blocked and node.op_type not in RECURRENT and fixed(bias) is not None:
             vectors = [[sizes[axis or 0]], [1, sizes[axis or 0]]]
             step = self._scales.get(placement.undropped(given(node.inputs[0])))

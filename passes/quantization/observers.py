@@ -10,12 +10,14 @@ import onnx_ir as ir
 
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import RANGE, STOP_GRADIENT, STORED_AS, InferenceForm, Note, expect
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import RANGE, STOP_GRADIENT, Note, expect
+from graphopt.graph.postprocessing import STORED_AS
 from graphopt.graph.roles import Role
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dims_of, given, name_of, producer_of
 
-LEVELS = 255
+_LEVELS = 255
 _Ends = dict[str, tuple[ir.Node, ir.Value]]  # low and high, each with the node that reads it
 
 
@@ -80,7 +82,7 @@ def _learn_scale(model: ir.Model, node: ir.Node) -> None:
     parameter = state.declare(model, name, np.array(1, np.float32), Role.PARAMETER)
     count = math.prod(dim for dim in dims_of(x)[1:] if isinstance(dim, int))
     with Emitter(model) as op:
-        moved = parameter * (1 / math.sqrt(count * LEVELS))
+        moved = parameter * (1 / math.sqrt(count * _LEVELS))
         passed = moved - STOP_GRADIENT.mark(op.Identity(moved))
         learnt = InferenceForm(same_as=0).write(STOP_GRADIENT.mark(op.Identity(parameter)) + passed)
         STOP_GRADIENT.remove(limit)

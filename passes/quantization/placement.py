@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.operators import RECURRENT
 from graphopt.graph.values import given, is_floating, name_of
 from passes.weights.initializers import is_weight

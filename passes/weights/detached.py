@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import EXPORTED_CALL, STOP_GRADIENT, InferenceForm, Text
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import EXPORTED_CALL, STOP_GRADIENT, Text
 from graphopt.graph.origins import EXPORT_ANEW, PaddingIndex
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors

@@ -17,19 +17,21 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import (
-    FOLLOWS,
-    STOP_GRADIENT,
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import STOP_GRADIENT, Text
+from graphopt.graph.origins import Origin
+from graphopt.graph.postprocessing import (
+    DEQUANTIZE,
     STORED,
     STORED_AS,
     STORED_TYPE,
-    InferenceForm,
-    Text,
+    broadcastable,
+    dequantized,
+    is_dequantized,
 )
-from graphopt.graph.origins import Origin
-from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized, is_dequantized
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.values import constant_of, dtype_of, given, is_floating, like, name_of, producer_of
+from passes.lowering.integers import FOLLOWS
 from passes.weights import evidence
 from passes.weights.initializers import array, is_weight, replace_by
 

@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Flag, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import Flag
 from graphopt.graph.operators import CONVOLUTIONS, MATRIX_PRODUCTS
 from graphopt.graph.values import like, redirect
 from passes.differentiate import stop_gradient

@@ -21,7 +21,7 @@ MEASURING = -1  # the size of a field while it is measured
 _MOST_PARTS = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
 
 # A field, or a resolver's name and arguments, without characters that could hide another reference.
-REFERENCE = re.compile(r"""\$\{([^${}()\\"':]*)(:[^${}()\\"']*)?\}""")
+_REFERENCE = re.compile(r"""\$\{([^${}()\\"':]*)(:[^${}()\\"']*)?\}""")
 ESCAPED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")
 
 Fields = Mapping[str, Any]  # a recipe, or a part of one
@@ -136,7 +136,7 @@ class _Measure:
 
     def _references(self, path: _Path, text: str) -> Iterator[_Path]:
         """Yield the paths that a text refers to, from the innermost reference to the outermost."""
-        while reference := REFERENCE.search(text):
+        while reference := _REFERENCE.search(text):
             name, arguments = reference.groups()
             fields = [name] if arguments is None else arguments[1:].split(",")
             targets = [target for field in fields if (target := self._target(path, field.strip())) is not None]

@@ -50,11 +50,12 @@ from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import check_plain, write
 from graphopt.graph import provenance
-from graphopt.graph.classified import are_numbers, class_names
+from graphopt.graph.classified import LABELS, are_numbers, class_names, labels_in
 from graphopt.graph.encoders import Encoders, string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, labels_in
+from graphopt.graph.metadata import PIXEL_RANGE
+from graphopt.graph.postprocessing import Caches
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import NORMS

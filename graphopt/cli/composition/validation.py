@@ -162,11 +162,11 @@ _PREDICTIONS = "predictions"  # the name, without its ending, of the file that r
 _HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
 # Of numbers that take memory, however small the data is.
 _LARGEST_NUMBERS = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
-LIMITS = {  # these protect the memory from a small file that describes a large model
+_LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
 }
-COMMAND_LINE_ONLY = {*_HOST, *LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
+COMMAND_LINE_ONLY = {*_HOST, *_LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
 
 
 def check_recipe(fields: Fields, command_line: CommandLine) -> None:
@@ -247,8 +247,8 @@ def check_mapping(node: object, path: str, other: str = "") -> None:
 def _check_untrusted(leaves: Mapping[str, object], command_line: CommandLine) -> None:
     """Raise an error if a recipe sets options of the machine or raises limits."""
     for field, value in leaves.items():
-        is_guarded = field.startswith(_HOST) or field in LIMITS
-        if is_guarded and value != LIMITS.get(field) and not command_line.names(field):
+        is_guarded = field.startswith(_HOST) or field in _LIMITS
+        if is_guarded and value != _LIMITS.get(field) and not command_line.names(field):
             raise on_the_command_line(field)
 
 

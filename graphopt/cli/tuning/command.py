@@ -46,11 +46,11 @@ from graphopt.inspection.words import label_of, measure_text
 from graphopt.training.callbacks.terminal import is_watched, open_console
 
 DEEPER = "deeper"  # the folder of the second run, in that of the first
-SHARE = 0.01  # of the head's rate, for the last layers
+_SHARE = 0.01  # of the head's rate, for the last layers
 LAST = 0.25  # of the layers
 MOST_LINE = 2**20  # bytes of a line of text
 _TABLES = ("csv", "parquet", "arrow", "text")  # readers of files that may have columns of texts and classes
-MOST_CLASSES = 20  # of a column that is proposed as the target
+_MOST_CLASSES = 20  # of a column that is proposed as the target
 
 
 def tune(
@@ -172,10 +172,10 @@ def _of_table(proposed: Proposal, file: Path, model: ir.Model, data: Path) -> No
     is_classes = rows.labels is not None or (is_whole and width not in (1, None))
     values = np.unique(targets).astype(int) if is_classes and rows.labels is None else np.arange(0)
     most = max(len(values), width if isinstance(width, int) else 0)
-    is_amount = len(values) > MOST_CLASSES and (values[0] < 0 or values[-1] >= most)
+    is_amount = len(values) > _MOST_CLASSES and (values[0] < 0 or values[-1] >= most)
     if is_amount and "loss" not in said:
         raise GraphoptError(
-            f"{TUNE}: {data}: expected at most {MOST_CLASSES} classes, found {len(values):,} whole numbers: "
+            f"{TUNE}: {data}: expected at most {_MOST_CLASSES} classes, found {len(values):,} whole numbers: "
             "loss=mean_squared_error if they are amounts, loss=cross_entropy if they are classes"
         )
     is_classes &= not is_amount or said["loss"] == "cross_entropy"
@@ -248,7 +248,7 @@ def _check_target(file: Path, table: Mapping[str, np.ndarray]) -> None:
     if TARGET in names or not names:
         return
     counts = {name: len({*map(str, table[name])}) for name in names}
-    most = min(MOST_CLASSES, len(table[names[0]]) // 2)
+    most = min(_MOST_CLASSES, len(table[names[0]]) // 2)
     few = [name for name in reversed(names) if 1 < counts[name] <= most]
     texts = [f"data.target={quoted(name)} ({counts[name]} different values)" for name in few or names[-1:]]
     raise GraphoptError(
@@ -293,7 +293,7 @@ def _deeper(head: Path, proposed: Proposal) -> Proposal:
         {name: text for name, text in given.items() if not name.startswith(of_head)}
         for given in (proposed.said, proposed.fields)
     )
-    rate = f"{SHARE * float(proposed.value('optimizer.learning_rate') or HEAD_RATE):.3g}"
+    rate = f"{_SHARE * float(proposed.value('optimizer.learning_rate') or HEAD_RATE):.3g}"
     own = {
         "model": quoted(str(head / MODEL)),
         "folder": quoted(str(head / DEEPER)),

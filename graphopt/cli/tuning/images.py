@@ -36,7 +36,7 @@ from graphopt.inspection.words import counted
 from graphopt.runtime.executor import run
 
 OPEN_SIZE = (224, 224)  # pixels, if neither the file nor its notes say any
-MOST_NUMBERS = 2**28  # of these images
+_MOST_NUMBERS = 2**28  # of these images
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # beside features whose mean square is 1
 _CHANNELS: dict[Literal["NCHW", "NHWC"], int] = {"NCHW": 1, "NHWC": 3}  # the axis in each layout
 
@@ -150,7 +150,7 @@ def _forms(proposed: Proposal, x: ir.Value, notes: Notes) -> Iterator[_Form]:
 def _runs(model: ir.Model, x: ir.Value, form: _Form) -> bool:
     """Return whether the runtime runs a model on images of a form."""
     rows = dims_of(x)[0]
-    if math.prod(form.shape) > MOST_NUMBERS:
+    if math.prod(form.shape) > _MOST_NUMBERS:
         return False
     with suppress(GraphoptError):
         run(
@@ -176,7 +176,7 @@ def _pixels(
         moments, source = notes.moments
         word, why = "", f"as {source} says"
     else:
-        count = min(DRAWN, max(2, MOST_NUMBERS // math.prod(form.shape)), len(rows))
+        count = min(DRAWN, max(2, _MOST_NUMBERS // math.prod(form.shape)), len(rows))
         drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
         pixels, part = rows.arrays["x"][drawn], frozen()
         features = {

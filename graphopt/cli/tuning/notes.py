@@ -17,14 +17,14 @@ from graphopt.graph.metadata import PIXEL_RANGE
 from graphopt.graph.values import constant_of
 
 # (x - mean) / scale for pixels x from 0 to 1, by the name of what results.
-Moments = tuple[list[float], list[float]]
-PIXELS: dict[str, Moments] = {
+_Moments = tuple[list[float], list[float]]
+PIXELS: dict[str, _Moments] = {
     "unit": ([0.0], [1.0]),  # 0 to 1
     "symmetric": ([0.5], [0.5]),  # -1 to 1
     "imagenet": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),  # torchvision's
     "bytes": ([0.0], [1 / 255]),  # 0 to 255
 }
-MOST_BYTES = 2**24  # of a file of notes
+_MOST_BYTES = 2**24  # of a file of notes
 LARGEST = 4096  # pixels along an axis
 MEAN_OF_BYTES = 50  # at least, which networks subtract
 _RANGES = {  # of ONNX's documentation, MetadataProps.md
@@ -44,7 +44,7 @@ class Notes:
         labels: the names of its classes, in order.
     """
 
-    moments: tuple[Moments, str] | None = None
+    moments: tuple[_Moments, str] | None = None
     size: tuple[int, int] | None = None
     labels: list[str] | None = None
 
@@ -65,7 +65,7 @@ class Notes:
             for name, read in _READERS.items():
                 with suppress(FileNotFoundError):
                     place = above_or_beside / name
-                    said = json_of(read_file(place, MOST_BYTES), str(place))
+                    said = json_of(read_file(place, _MOST_BYTES), str(place))
                     found.append(read(str(place), said) if isinstance(said, dict) else cls())
         if _rescales_bytes(model):
             found.append(cls((PIXELS["bytes"], str(file))))

@@ -39,7 +39,7 @@ BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a
 
 Encoded = tuple[np.ndarray, np.ndarray]  # tokens, and where each starts and ends in its text
 # Tokens, the number of the text of each, and whether some are cut off
-Row = tuple[np.ndarray, np.ndarray, bool]
+_Row = tuple[np.ndarray, np.ndarray, bool]
 
 
 class Vocabulary(Checked):
@@ -159,7 +159,7 @@ class Tokenizer(Vocabulary):
             for encoding in found:
                 yield np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
-    def encoded_rows(self, texts: Sequence[Sequence[str]], most: int) -> Iterator[Row]:
+    def encoded_rows(self, texts: Sequence[Sequence[str]], most: int) -> Iterator[_Row]:
         """Yield rows of one text or of a pair, with the tokens that the tokenizer adds, and at most `most` tokens.
 
         Args:

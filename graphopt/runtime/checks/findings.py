@@ -10,7 +10,7 @@ from typing import Literal
 from graphopt.errors import GraphoptError
 from graphopt.runtime.checks.slopes import Verdict
 
-Part = Literal["file", "gradient", "update"]
+_Part = Literal["file", "gradient", "update"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Finding:
         reason: why it is not checked, or what differs.
     """
 
-    part: Part
+    part: _Part
     name: str
     verdict: Verdict
     expected: float | None = None

@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 MOST_CONVERTED = 2**28  # bytes of state and weights up to which they are converted to other precisions
 MOST_CHECKED = 2**30  # bytes of state up to which gradients are checked
-NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 NOISY_GRADIENTS = 2  # to see how much of a difference is rounding
 STRICT_TOGETHER = 5  # parameters that are checked together as strictly as one
 # How far, relative to others, a parameter moves at most whose slope is small: this times its size.
@@ -75,12 +75,12 @@ FARTHEST_MOVE = 4
 MOST_PASSES, MOST_LARGE_PASSES = 300, 40
 # Numbers of a parameter on average, from which on only some of them are updated, as a graph of its own.
 MANY = 2**17
-FEW = 16  # times as many numbers has an array of which a direction holds the places that move
-PERIOD = 8191  # numbers from which random ones repeat, a prime
+_FEW = 16  # times as many numbers has an array of which a direction holds the places that move
+_PERIOD = 8191  # numbers from which random ones repeat, a prime
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
-REFERENCE = Path(__file__).parents[3] / "passes" / "optimizers" / "reference.py"
-SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), REFERENCE)
+_REFERENCE = Path(__file__).parents[3] / "passes" / "optimizers" / "reference.py"
+SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), _REFERENCE)
 
 
 class FirstCheck:
@@ -243,7 +243,7 @@ class _Step:
         size = sum(x.nbytes for x in state.values()) + weight_bytes(model)
         self._is_small = size <= MOST_CONVERTED
         self._is_narrow = self._is_small and any(
-            y.dtype in NARROW for node in all_nodes(model.graph) for y in node.outputs
+            y.dtype in _NARROW for node in all_nodes(model.graph) for y in node.outputs
         )
         self.forward = forward_of(model)
         with self.forward.shown() as whole:
@@ -296,7 +296,7 @@ class _Step:
         moved = dict(state)
         names = [name for name in self.forward.gradients if name not in self.forward.unchecked]
         for name, size in typical_sizes({name: state[name] for name in names}).items():
-            noise = SINGLE.jitter * size * rng.standard_normal(min(PERIOD, state[name].size), np.float32)
+            noise = SINGLE.jitter * size * rng.standard_normal(min(_PERIOD, state[name].size), np.float32)
             for each in (name, *self.forward.moved.get(name, [])):
                 moved[each] = _periodic(np.add, state[each], noise).astype(state[each].dtype, copy=False)
         return moved
@@ -521,7 +521,7 @@ class _Slopes:
             if norm := self._norms[name]:
                 g = self._step.gradients[name]
                 share = min(self._typical / norm, FARTHEST_MOVE * self._length(name)) / norm
-                weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
+                weights = share * rng.uniform(0.5, 1.5, min(_PERIOD, g.size))
                 direction[name] = d = _periodic(np.multiply, g, weights.astype(g.dtype))
                 found += inner_product(g, d)
                 if overwrite:
@@ -543,9 +543,9 @@ class _Slopes:
         for name in names:
             g, scale = self._step.gradients[name], self._sizes[name]
             scale *= min(1.0, typical / (slopes[name] or typical))
-            signs = scale * rng.choice([-1.0, 1.0], min(PERIOD, g.size))
+            signs = scale * rng.choice([-1.0, 1.0], min(_PERIOD, g.size))
             signs = signs.astype(g.dtype)
-            if not self._is_double and self._zeros[name] * FEW <= g.size:
+            if not self._is_double and self._zeros[name] * _FEW <= g.size:
                 where = np.flatnonzero(g == 0)
                 direction[name] = Entries(where, signs[where % signs.size])
             else:

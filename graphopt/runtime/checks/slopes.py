@@ -34,7 +34,7 @@ FARTHEST = 0.3  # where rounding hides the slope of smaller steps
 SIZE_SAMPLE = 2**12  # numbers of a parameter whose median is its size
 # The share of what is allowed by which a slope may differ on one side, whose curvature might hide an error.
 ONE_SIDED = 0.3
-CHUNK = 2**12  # numbers whose products are added in their own type
+_CHUNK = 2**12  # numbers whose products are added in their own type
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
 
@@ -100,10 +100,10 @@ def inner_product(x: np.ndarray, y: np.ndarray) -> float:
     Chunks are added in their own type, which takes a fifth of the time, and in float64 where its range may not do.
     """
     x, y = x.ravel(), y.ravel()
-    count, total = x.size - x.size % CHUNK, 0.0
+    count, total = x.size - x.size % _CHUNK, 0.0
     if count:
         with np.errstate(all="ignore"):
-            chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, CHUNK) for z in (x, y)))
+            chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, _CHUNK) for z in (x, y)))
         total = float(chunks.sum(dtype=np.float64))
     if not 1e-20 < abs(total) < 1e30:
         count, total = 0, 0.0

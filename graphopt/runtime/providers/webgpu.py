@@ -24,7 +24,7 @@ from graphopt.targets.portable import nodes_on_shapes
 if TYPE_CHECKING:
     import onnxruntime
 
-WEBGPU = "WebGpuExecutionProvider"
+_WEBGPU = "WebGpuExecutionProvider"
 _CACHE, _FLAG, _NUMBER = "disabled|lazyRelease|simple|bucket", "0|1", "[1-9][0-9]*"
 # The option `graph_capture` sets another one. Some contain addresses of memory, which a recipe must not choose.
 # Source: onnxruntime/core/providers/webgpu/webgpu_provider_options.h
@@ -47,7 +47,7 @@ _OPTIONS = {
 # The provider records commands of all sessions in one encoder, which is not made for several threads.
 LOCK = threading.RLock()
 atexit.register(LOCK.acquire)  # a thread that computes while the process ends would abort it
-_ENTRY = f"ep.{WEBGPU.lower()}."  # begins the names of the provider's options among those of a session
+_ENTRY = f"ep.{_WEBGPU.lower()}."  # begins the names of the provider's options among those of a session
 _ON_CPU = "forceCpuNodeNames"
 _LONGEST = 8_192  # bytes of an entry: ConfigOptions::kMaxValueLength
 _CAPTURES = f"{_ENTRY}enableGraphCapture"
@@ -63,7 +63,7 @@ class WebGpu(Provider):
     The provider is built in, or a plugin's device, whose options are those of the session.
     """
 
-    kind, own, package = "webgpu", WEBGPU, "onnxruntime-webgpu"
+    kind, own, package = "webgpu", _WEBGPU, "onnxruntime-webgpu"
     captures = True
     is_oracle = takes_workers = False
     lock = LOCK
@@ -76,7 +76,7 @@ class WebGpu(Provider):
         self._copier(ir.DataType.FLOAT)
 
     def _available(self) -> list[str]:
-        return [*super()._available(), WEBGPU]
+        return [*super()._available(), _WEBGPU]
 
     def _accepts(self, short: str) -> bool:
         return not super()._accepts(short)
@@ -93,7 +93,7 @@ class WebGpu(Provider):
         options.add_session_config_entry(_ENTRY + _ON_CPU, _lines_that_fit([chosen, *nodes_on_shapes(model)]))
 
     def providers(self, captures: bool) -> list[object]:
-        return [] if self._plugin is not None else [WEBGPU, CPU]
+        return [] if self._plugin is not None else [_WEBGPU, CPU]
 
     def allocate(self, array: np.ndarray) -> onnxruntime.OrtValue:
         """Copy an array to a new value, by a session: the package has no function that allocates."""
@@ -144,7 +144,7 @@ def _plugin_device(ort: ModuleType) -> onnxruntime.OrtEpDevice | None:
         GraphoptError: there is no plugin, it does not fit the runtime, or it finds no graphics adapter.
     """
     devices = _devices(ort)
-    if not devices and WEBGPU in ort.get_available_providers():
+    if not devices and _WEBGPU in ort.get_available_providers():
         return None
     if not devices:  # a registered plugin is among the available providers, too
         _register(ort)
@@ -157,7 +157,7 @@ def _plugin_device(ort: ModuleType) -> onnxruntime.OrtEpDevice | None:
 def _devices(ort: ModuleType) -> list[onnxruntime.OrtEpDevice]:
     """Return the devices of a registered plugin."""
     found = ort.get_ep_devices() if hasattr(ort, "get_ep_devices") else []
-    return [device for device in found if device.ep_name == WEBGPU]
+    return [device for device in found if device.ep_name == _WEBGPU]
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def _register(ort: ModuleType) -> None:
         import onnxruntime_ep_webgpu
     except ImportError as error:
         raise GraphoptError(
-            f"device 'webgpu': expected {WEBGPU}, found an ONNX Runtime without it: {_INSTALL}"
+            f"device 'webgpu': expected {_WEBGPU}, found an ONNX Runtime without it: {_INSTALL}"
         ) from error
     try:
         ort.set_default_logger_severity(3)  # else, the plugin warns of each node that it leaves to the CPU

@@ -34,7 +34,7 @@ FLAGS = (
 )
 _OBJECT, PART, _LIBRARY = ["-c"], ["-c", "-ffp-contract=fast"], ["-shared", "-lm"]  # how to compile a source
 PROCESSORS = os.cpu_count() or 1
-SECONDS = 300
+_SECONDS = 300
 BYTES = 2**32
 
 # The shell's input is a pipe from this process. It ends when this process ends, however that happens; then the whole
@@ -162,7 +162,7 @@ def macros() -> frozenset[str]:
         [*command, *FLAGS, "-dM", "-E", "-x", "c", os.devnull],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=_SECONDS,
     )
     return frozenset(words[1] for words in map(str.split, listed.stdout.splitlines()) if len(words) > 1)
 
@@ -177,7 +177,7 @@ def _command() -> tuple[str, ...]:
 @functools.cache
 def _environment(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return what else a library depends on: headers, flags, the compiler and the processor."""
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_SECONDS).stdout
     headers = tuple((FOLDER / name).read_text() for name in HEADERS)
     return (*headers, *FLAGS, *command, version, processor())
 
@@ -195,7 +195,7 @@ def processor() -> str:
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """Return the exit code of a command, which writes temporary files to a folder, and what it says about errors."""
     shell = shutil.which("sh") if os.name == "posix" else None
-    watched = _WATCHED.format(seconds=SECONDS, kilobytes=BYTES // 1024)
+    watched = _WATCHED.format(seconds=_SECONDS, kilobytes=BYTES // 1024)
     whole = [shell, "-c", watched, "sh", *command] if shell else list(command)
     with (
         (folder / "errors").open("w+", errors="replace") as errors,
@@ -209,10 +209,11 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
         ) as process,
     ):
         try:
-            code = process.wait(SECONDS)
+            code = process.wait(_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise GraphoptError(
-                f"native: expected {command[0]} to compile the kernels in {SECONDS} seconds, found that it takes longer"
+                f"native: expected {command[0]} to compile the kernels in {_SECONDS} seconds, found that it takes "
+                "longer"
             ) from error
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -8,7 +8,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.blocks import gather_blocks
-from graphopt.graph.metadata import GRADIENT_OF, InferenceForm
+from graphopt.graph.inference_form import InferenceForm
+from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify

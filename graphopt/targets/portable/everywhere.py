@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.places import flat_places, flat_places_of_rows
 from graphopt.graph.values import constant_of, rank
 from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.portable.form import Form, given, known_sizes
@@ -118,11 +118,8 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         return None
     shape = op.Shape(x)
     if columns > 1:  # the number of the row that several columns name, which this looks up and checks
-        heads = op.Slice(shape, [0], [columns])
-        where = op.GatherND(op.Reshape(op.Range(0, op.ReduceProd(heads, keepdims=0), 1), heads), where)
-    if columns < rank(x):
-        width = op.ReduceProd(op.Slice(shape, [columns], [sys.maxsize]), keepdims=0)
-        where = op.Add(op.Mul(op.Reshape(where, [-1, 1]), width), op.Range(0, width, 1))
+        where = op.GatherND(flat_places(op, op.Slice(shape, [0], [columns])), where)
+    where = flat_places_of_rows(op, shape, where, columns, rank(x))
     flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
     return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape, allowzero=1)]
 

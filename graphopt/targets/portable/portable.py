@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.inference_form import InferenceForm
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs

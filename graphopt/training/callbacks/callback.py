@@ -13,9 +13,8 @@ import numpy as np
 from graphopt.arguments import Checked, check_function
 from graphopt.errors import GraphoptError, kind_of, nearest
 from graphopt.fields import check_options
-from graphopt.graph.metadata import Pruning
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.state import averages
+from graphopt.graph.state import Pruning, averages
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 
