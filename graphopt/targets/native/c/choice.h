@@ -85,7 +85,8 @@ static double paired_seconds(const Convolution *u) {
     if (unfolds(u) && (rows <= WIDTH || u->filters * rows > FAR_RESULTS)) return INFINITY;
     Convolution half = *u;
     half.channels = (u->channels + 1) / 2;
-    return direct_seconds(&half, 2 * rates.tile_multiplication);
+    const double lines = (double)(u->groups * u->images * half.channels * u->sizes[0] * u->sizes[1]);
+    return direct_seconds(&half, 2 * rates.tile_multiplication) + 2 * lines * rates.start;
 }
 
 static int low_product_fits(const Convolution *u) { return fits_tiles(u) && is_product(u); }
