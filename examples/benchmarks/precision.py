@@ -4,7 +4,7 @@
   activations of bfloat16 (`passes.MixedPrecision`).
 - `trained`: a CNN on digits and a transformer on characters, trained to the end from five seeds.
 - `roofline`: the share of the limits of one core that steps reach: of float32 and bfloat16 arithmetic, and of memory.
-- `rates`: the times of steps whose convolutions are chosen by rates that are measured on the machine, and by fitted ones.
+- `rates`: times of steps whose convolutions are chosen by rates measured on the machine, and by fitted ones.
 
 Times beside those of peers are of `peers/run.py`, with the peers `graphopt-high`, `graphopt-medium`, `torch-medium`
 and `torch-autocast`.
@@ -12,7 +12,8 @@ and `torch-autocast`.
     pip install -e ".[cpu]" torch==2.13.0
     python examples/benchmarks/precision.py [--parts losses trained roofline rates] [--seeds 5] [--steps 200]
 
-It writes its tables to RESULTS_PRECISION.md, and keeps those of parts that it does not measure again.
+It writes its tables to RESULTS_PRECISION.md, or to the page of `--write`, such as RESULTS_AMD_PRECISION.md, and keeps
+those of parts that it does not measure again.
 """
 
 from __future__ import annotations
