@@ -1,16 +1,19 @@
 """Show what each `matmul_precision` costs: losses beside float64, networks trained to the end, and rooflines.
 
-- `losses`: 200 steps of five networks from the same weights on the same batches, beside PyTorch in float64.
+- `losses`: 200 steps of five networks from the same weights on the same batches, beside PyTorch in float64; also with
+  activations of bfloat16 (`passes.MixedPrecision`).
 - `trained`: a CNN on digits and a transformer on characters, trained to the end from five seeds.
 - `roofline`: the share of the limits of one core that steps reach: of float32 and bfloat16 arithmetic, and of memory.
+- `rates`: times of steps whose convolutions are chosen by rates measured on the machine, and by fitted ones.
 
 Times beside those of peers are of `peers/run.py`, with the peers `graphopt-high`, `graphopt-medium`, `torch-medium`
 and `torch-autocast`.
 
     pip install -e ".[cpu]" torch==2.13.0
-    python examples/benchmarks/precision.py [--parts losses trained roofline] [--seeds 5] [--steps 200]
+    python examples/benchmarks/precision.py [--parts losses trained roofline rates] [--seeds 5] [--steps 200]
 
-It writes its tables to RESULTS_PRECISION.md, and keeps those of parts that it does not measure again.
+It writes its tables to RESULTS_PRECISION.md, or to the page of `--write`, such as RESULTS_AMD_PRECISION.md, and keeps
+those of parts that it does not measure again.
 """
 
 from __future__ import annotations
@@ -39,10 +42,12 @@ import graphopt
 import graphopt.models
 import passes
 from graphopt.data import Characters, digits, text
-from graphopt.targets.native.precision import pieces_for, precision_in_words
+from graphopt.targets.native.precision import obstacle, pieces_for, precision_in_words
 from graphopt.targets.native.toolchain import FLAGS, compiler
 
-PRECISIONS = ("highest", "high", "medium")
+ALL_PRECISIONS = ("highest", "high", "medium")
+PRECISIONS = tuple(name for name in ALL_PRECISIONS if obstacle(name) is None)  # of this machine
+BFLOAT16 = "bfloat16"  # activations, too
 NETWORKS = {
     "mlp-small": "adamw",
     "mlp-wide": "adamw",
@@ -121,8 +126,9 @@ int main(void) {
 """
 
 
-def steps_of(job: Job, precision: str) -> Callable[[int], float]:
+def steps_of(job: Job, precision: str, *, deterministic: bool = False) -> Callable[[int], float]:
     """Return a function that trains on a batch and returns the loss."""
+    is_narrow = precision == BFLOAT16
     optimizers = {
         "momentum": passes.SGD(job.rate, momentum=0.9),
         "adamw": passes.AdamW(job.rate, weight_decay=0.01),
@@ -132,8 +138,16 @@ def steps_of(job: Job, precision: str) -> Callable[[int], float]:
         training=passes.TrainingMode(),
         loss=passes.CrossEntropy(),
         optimizer=optimizers[job.optimizer],
+        **({"precision": passes.MixedPrecision(BFLOAT16)} if is_narrow else {}),
     )
-    executor = graphopt.Executor(training, threads=1, report=["loss"], native=True, matmul_precision=precision)
+    executor = graphopt.Executor(
+        training,
+        threads=1,
+        report=["loss"],
+        native=True,
+        deterministic=deterministic,
+        matmul_precision="highest" if is_narrow else precision,
+    )
     batches = [{"x": x, "target": target} for x, target in job.data]
     return lambda i: executor.step(batches[i % len(batches)])["loss"]
 
@@ -167,14 +181,14 @@ def losses(options: argparse.Namespace) -> Iterator[str]:
     """Yield a table of how far the losses of each precision are from those in float64."""
     yield f"Relative differences from PyTorch's losses in float64: the median of {options.steps} steps, the largest."
     yield ""
-    yield row("", "optimizer", "first, last loss", *PRECISIONS)
-    yield row("---", "---", "---", *("---:" for _ in PRECISIONS))
+    yield row("", "optimizer", "first, last loss", *PRECISIONS, BFLOAT16)
+    yield row("---", "---", "---", *("---:" for _ in (*PRECISIONS, BFLOAT16)))
     for name in options.networks:
         write(options.work, name)
         job = Job(options.work, name, NETWORKS[name], 1)
         exact = list(map(in_float64(job), range(options.steps)))
         cells = []
-        for precision in PRECISIONS:
+        for precision in (*PRECISIONS, BFLOAT16):
             found = list(map(steps_of(job, precision), range(options.steps)))
             apart = [abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)]
             cells.append(f"{statistics.median(apart):.0e}, {max(apart):.0e}")
@@ -289,6 +303,26 @@ def roofline(options: argparse.Namespace) -> Iterator[str]:
             yield row(workload(name).title, f"{flops:.2f}", number(traffic), precision, number(taken), *shares)
 
 
+def rates(options: argparse.Namespace) -> Iterator[str]:
+    """Yield a table of the times of steps by measured and by fitted rates, in turns."""
+    yield "Milliseconds a step, in turns. Steps that are `deterministic` choose convolutions by fitted rates."
+    yield ""
+    yield row("", "", "measured", "fitted", "fitted : measured")
+    yield row("---", "---", "---:", "---:", "---:")
+    for name in options.networks:
+        write(options.work, name)
+        job = Job(options.work, name, NETWORKS[name], 1)
+        if not any(node.op_type == "Conv" for node in onnx.load(job.model).graph.node):
+            continue
+        for precision in PRECISIONS[1:]:
+            steps = [steps_of(job, precision, deterministic=fixed) for fixed in (False, True)]
+            rounds = [[milliseconds(step, 0.3) for step in steps] for _ in range(9)]
+            measured, fitted = map(statistics.median, zip(*rounds, strict=True))
+            cells = [number(measured), number(fitted), f"{fitted / measured:.2f}"]
+            print(name, precision, *cells, flush=True)
+            yield row(workload(name).title, precision, *cells)
+
+
 def flops_of(operation: Any) -> float:
     """Return the floating-point operations of a product or a convolution of limit.py."""
     kind, a, b, attributes = operation
@@ -305,6 +339,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Iterator[str]]]] = {
     "losses": ("Losses beside float64", losses),
     "trained": ("Trained to the end", trained),
     "roofline": ("Shares of the limits", roofline),
+    "rates": ("Measured rates and fitted ones", rates),
 }
 
 
@@ -332,7 +367,7 @@ def page(sections: dict[str, str]) -> str:
         "# Precisions of products",
         "",
         f"`python examples/benchmarks/precision.py` writes this page, here on {machine()}.",
-        *(f"`{name}` runs {precision_in_words(name)}." for name in PRECISIONS[1:]),
+        *(f"`{name}` runs {precision_in_words(name)}." for name in ALL_PRECISIONS[1:]),
     ]
     for title, text_of in sections.items():
         head += ["", f"## {title}", "", text_of.strip()]

@@ -31,7 +31,7 @@ GEMM_INLINE void copy_pairs(const float *first, const float *second, int64_t str
         const __mmask16 some = (__mmask16)(count - i >= 16 ? 0xffff : (1u << (count - i)) - 1);
         __m512 u, v = zero;
         Line high, low;
-        if (stride == 1) {
+        if (stride == 1 || count == 1) {
             u = _mm512_maskz_loadu_ps(some, first);
             if (second) v = _mm512_maskz_loadu_ps(some, second);
         } else if (stride == 2) {
