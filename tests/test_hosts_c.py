@@ -261,7 +261,8 @@ def test_two_open_sizes_train_where_the_sizes_are_given(more: tuple[int, ...], p
     np.testing.assert_allclose(found[:-1], [executor.step(batch)["loss"] for batch in fed], rtol=1e-6)
     with pytest.raises(subprocess.CalledProcessError) as told:
         train(program, tmp_path / "host", None, fed, tmp_path / "2.safetensors")
-    assert f"x: expected the sizes of int64 [{','.join(['B', 'T', *map(str, more)])}], of which 2 are open, found none: pass dims" in told.value.stderr
+    axes = ",".join(["B", "T", *map(str, more)])
+    assert f"x: expected the sizes of int64 [{axes}], of which 2 are open, found none: pass dims" in told.value.stderr
 
 
 def damage(host: Path, folder: Path) -> None:

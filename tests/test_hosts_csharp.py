@@ -43,11 +43,11 @@ def program(fed: Sequence[Batch]) -> str:
     own, feeds = re.subn(r'    inputs\["(x|target)"\] = .*\n', "", loop)
     assert feeds == 2
     arrays = {name: np.stack([batch[name] for batch in fed]) for name in fed[0]}
-    lines = [
-        f'    inputs["{name}"] = Tensor(MemoryMarshal.Cast<byte, {TYPES[x.dtype.name]}>(File.ReadAllBytes($"{name}{{batch}}"))'
-        f".ToArray(), {', '.join(map(str, x.shape[1:]))});\n"
-        for name, x in arrays.items()
-    ]
+    lines = []
+    for name, x in arrays.items():
+        numbers = f'MemoryMarshal.Cast<byte, {TYPES[x.dtype.name]}>(File.ReadAllBytes($"{name}{{batch}}"))'
+        sizes = ", ".join(map(str, x.shape[1:]))
+        lines.append(f'    inputs["{name}"] = Tensor({numbers}.ToArray(), {sizes});\n')
     given = f"foreach (var batch in Enumerable.Range(0, {len(fed)})) {{\n"
     assert own.count("foreach (var batch in batches) {\n") == 1
     return own.replace("foreach (var batch in batches) {\n", given + "".join(lines))

@@ -33,7 +33,7 @@ from host_graphs import (
     same_adapters,
     with_bad_batches,
 )
-from test_proofs import C, DAMAGES, damaged
+from test_proofs import DAMAGES, C, damaged
 
 import graphopt
 
@@ -78,7 +78,15 @@ def bridge(folder: Path, version_told: str = onnxruntime.__version__, runtime: P
     (folder / "libonnxruntime4j_jni.so").write_bytes(bindings.replace(b"\0%s\0" % version, told))
     (folder / "versions").write_bytes(b"VERS_%s { global: *; };" % version)
     linked = f"-Wl,-soname,libonnxruntime.so.{version.decode()},--version-script={folder / 'versions'}"
-    library = ["-shared", "-fPIC", f'-DLIBRARY="{runtime or LIBRARIES[0]}"', linked, "-o", folder / "libonnxruntime.so", "-ldl"]
+    library = [
+        "-shared",
+        "-fPIC",
+        f'-DLIBRARY="{runtime or LIBRARIES[0]}"',
+        linked,
+        "-o",
+        folder / "libonnxruntime.so",
+        "-ldl",
+    ]
     subprocess.run(["gcc", PROGRAMS / "bridge.c", *library], check=True)
 
 

@@ -99,7 +99,7 @@ def proof_files(
 
 
 def _batches(step: ir.Model, batch: Arrays) -> Iterator[Arrays]:
-    """Yield a batch, and others whose whole numbers are above 0, since they may be lengths by which a network divides."""
+    """Yield a batch, and others whose whole numbers are above 0: they may be lengths by which a network divides."""
     yield batch
     whole = [name_of(x) for x in with_role(step, Role.DATA) if batch[name_of(x)].dtype.kind in "iu"]
     for values in ([1, 2], [1]) if whole else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError

@@ -149,7 +149,7 @@ def added_by_product(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def product_of_limbs(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write a product of int32 numbers as exact ones of their limbs of 11 bits in float32, which wraps around as it does.
+    """Write a product of int32 numbers by exact ones of their limbs of 11 bits in float32; it wraps around, too.
 
     MNN multiplies the numbers as float32, which round above 2^24 (tests/faults.py: MNN-products): random numbers were
     others. Its sums and quotients of int32 are exact.
@@ -163,7 +163,7 @@ def product_of_limbs(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _limbs(op: Emitter, x: ir.Value) -> list[ir.Value]:
-    """Return numbers of 11, 11 and 10 bits as float32, with the sign of x, which is their sum in units of 1, 2^11 and 2^22."""
+    """Return numbers of 11, 11 and 10 bits with the sign of x as float32: x is the first + 2^11 second + 2^22 third."""
     rest = x / 2**11
     top = rest / 2**11
     limbs = x - _scaled(op, rest, 2**11), rest - _scaled(op, top, 2**11), top

