@@ -271,6 +271,24 @@ feeds = dict(x=np.zeros((1, 1), np.float32), i=np.zeros((400_000, 1), np.int64),
 fault = any(threads.run(None, feeds)[0] != 400_000 for _ in range(300))  # about one in two
 """,
     ),
+    "MNN-products": Fault(
+        "Mul of int32",
+        "MNN",
+        "3.6.1",
+        "multiplies float32 numbers, which round above 2^24 and do not wrap around",
+        ("graphopt/targets/portable/everywhere.py",),
+        """
+import os, tempfile
+import _tools, MNN.expr, MNN.nn
+os.chdir(tempfile.mkdtemp())
+onnx.save(model("(int32[2] a, int32[2] b) => (int32[2] y) { y = Mul(a, b) }"), "graph.onnx")
+_tools.mnnconvert("mnnconvert -f ONNX --modelFile graph.onnx --MNNModel graph.mnn --keepInputFormat".split())
+fed = [MNN.expr.const(np.array(x, np.int32), [2], MNN.expr.NCHW, MNN.expr.int) for x in ([4097, 2**30], [4097, 6])]
+found = MNN.nn.load_module_from_file("graph.mnn", ["a", "b"], ["y"]).forward(fed)[0].read()
+fault = found.tolist() != [4097**2, 6 * 2**30 - 2**33]
+""",
+        needs=("onnx",),
+    ),
     "Cos-float64": Fault(
         "Cos of float64",
         "onnxruntime-training",

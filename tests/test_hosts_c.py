@@ -239,25 +239,30 @@ def test_hostile_blocks_of_adapters_are_refused(tmp_path: Path) -> None:
     assert not [*written.iterdir()]
 
 
-def sequences() -> ir.Model:
-    """Return a step on sequences of any length."""
+def sequences(*more: int) -> ir.Model:
+    """Return a step on sequences of any length, with more axes."""
+    axes = ",".join(["B", "T", *map(str, more)])
     return graphopt.compile(
-        model("g (int64[B,T] x) => (float[B,T,5] y) { y = Gather(table, x) }", table=np.ones((9, 5))),
+        model(f"g (int64[{axes}] x) => (float[{axes},5] y) {{ y = Gather(table, x) }}", table=np.ones((9, 5))),
         loss=passes.CrossEntropy(axis=-1),
         optimizer=passes.SGD(0.1),
     )
 
 
-def test_two_open_sizes_train_where_the_sizes_are_given(program: Path, tmp_path: Path) -> None:
-    step, random = sequences(), np.random.default_rng(0)
-    fed = [{"x": random.integers(0, 9, (3, 4)), "target": random.integers(0, 5, (3, 4))} for _ in range(5)]
+@pytest.mark.parametrize("more", [(), (2,)])
+def test_two_open_sizes_train_where_the_sizes_are_given(more: tuple[int, ...], program: Path, tmp_path: Path) -> None:
+    step, random = sequences(*more), np.random.default_rng(0)
+    shape = (3, 4, *more)
+    fed = [{"x": random.integers(0, 9, shape), "target": random.integers(0, 5, shape)} for _ in range(5)]
     graphopt.export_hosts(step, tmp_path / "host")
-    found = train(program, tmp_path / "host", None, fed, tmp_path / "1.safetensors", "x=3,4", "target=3,4")
+    sizes = ",".join(map(str, shape))
+    found = train(program, tmp_path / "host", None, fed, tmp_path / "1.safetensors", f"x={sizes}", f"target={sizes}")
     executor = graphopt.Executor(step)
     np.testing.assert_allclose(found[:-1], [executor.step(batch)["loss"] for batch in fed], rtol=1e-6)
     with pytest.raises(subprocess.CalledProcessError) as told:
         train(program, tmp_path / "host", None, fed, tmp_path / "2.safetensors")
-    assert "x: expected the sizes of int64 [B,T], of which 2 are open, found none: pass dims" in told.value.stderr
+    axes = ",".join(["B", "T", *map(str, more)])
+    assert f"x: expected the sizes of int64 [{axes}], of which 2 are open, found none: pass dims" in told.value.stderr
 
 
 def damage(host: Path, folder: Path) -> None:

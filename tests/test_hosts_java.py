@@ -33,7 +33,7 @@ from host_graphs import (
     same_adapters,
     with_bad_batches,
 )
-from test_proofs import DAMAGES, damaged
+from test_proofs import DAMAGES, C, damaged
 
 import graphopt
 
@@ -64,29 +64,39 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bridge(folder: Path) -> None:
+def bridge(folder: Path, version_told: str = onnxruntime.__version__, runtime: Path | None = None) -> None:
     """Write the bindings of the jar to a folder, and a library by which they run on Python's ONNX Runtime."""
     folder.mkdir()
     place = f"ai/onnxruntime/native/linux-{'aarch64' if platform.machine() == 'aarch64' else 'x64'}"
     with zipfile.ZipFile(JAR) as jar:
         bindings = jar.read(f"{place}/libonnxruntime4j_jni.so")
     (version,) = {*re.findall(rb"VERS_([\d.]+)", bindings)}
-    told = b"\0%s\0" % onnxruntime.__version__.encode()[: len(version)]  # bindings tell the version of their header
+    told = b"\0%s\0" % version_told.encode()[: len(version)]  # bindings tell the version of their header
     assert len(told) == len(version) + 2, (
         f"expected a version as long as {version.decode()}: the library's bytes would move"
     )
     (folder / "libonnxruntime4j_jni.so").write_bytes(bindings.replace(b"\0%s\0" % version, told))
     (folder / "versions").write_bytes(b"VERS_%s { global: *; };" % version)
     linked = f"-Wl,-soname,libonnxruntime.so.{version.decode()},--version-script={folder / 'versions'}"
-    library = ["-shared", "-fPIC", f'-DLIBRARY="{LIBRARIES[0]}"', linked, "-o", folder / "libonnxruntime.so", "-ldl"]
+    library = [
+        "-shared",
+        "-fPIC",
+        f'-DLIBRARY="{runtime or LIBRARIES[0]}"',
+        linked,
+        "-o",
+        folder / "libonnxruntime.so",
+        "-ldl",
+    ]
     subprocess.run(["gcc", PROGRAMS / "bridge.c", *library], check=True)
 
 
-def java(classes: Path, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def java(
+    classes: Path, program: str, *arguments: object, native: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     locale = ["-Duser.language=ar", "-Duser.country=EG"]  # whose digits are not those of files and messages
-    options = ["-XX:TieredStopAtLevel=1", *locale, f"-Donnxruntime.native.path={classes / 'native'}"]
-    command = ["java", *options, "-cp", f"{JAR}{os.pathsep}{classes}", program]
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
+    options = ["-XX:TieredStopAtLevel=1", *locale, f"-Donnxruntime.native.path={native or classes / 'native'}"]
+    command = ["java", *options, "-cp", f"{JAR}{os.pathsep}{classes}", program, *map(str, arguments)]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
 def train(classes: Path, folder: Path, state: Path | None, fed: Sequence[Batch], saved: Path) -> list[float]:
@@ -155,6 +165,22 @@ def test_java_notices_a_wrong_kernel_and_takes_the_next_provider(name: str, clas
         provider, proofs, told = before.split("\t")
         assert (provider, proofs) == ("cpu", "{evaluate=proven, predict=proven, train=proven}")
         assert told.startswith("[faulty: ") and told.endswith(f", first in node {fault}: cpu computes it]"), told
+
+
+@pytest.mark.parametrize(("version", "is_off"), [("1.18.1", True), ("1.19.0", False)])
+def test_java_switches_plans_of_memory_off_where_they_overlap(
+    version: str, is_off: bool, classes: Path, tmp_path: Path
+) -> None:
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    shim, native = tmp_path / "faulty.so", tmp_path / "native"
+    abi = SOURCE.parent / "c" / "abi"
+    command = ["gcc", "-shared", "-fPIC", f"-I{abi}", f'-DLIBRARY="{LIBRARIES[0]}"', C / "faulty.c", "-o", shim, "-ldl"]
+    subprocess.run(command, check=True)
+    bridge(native, version, shim)
+    done = java(classes, "Check", "open", tmp_path / "cache", tmp_path / "host", native=native, VERSION=version)
+    opened, *told = sorted(done.stdout.splitlines(), key=lambda line: line.startswith("0"))
+    assert opened == "cpu\t{evaluate=proven, predict=proven, train=proven}\t[]", done
+    assert ({"0\tmemory patterns off"} == {*told}) == is_off, done
 
 
 def test_the_proof_is_remembered_by_all_files(classes: Path, tmp_path: Path) -> None:

@@ -208,6 +208,15 @@ CASES = {
             y = ScatterND<reduction="add">(x, i, r) }""",
         {"x": numbers(6, 3, 2), "i": np.array([[1], [5], [1], [0]]), "r": numbers(4, 3, 2)},
     ),
+    "products that wrap around": (
+        "mnn",
+        "g (int32[7] x, int32[7] w, int32 s) => (int32[7] y, int32[7] z) { y = Mul(x, w) z = Mul(s, x) }",
+        {
+            "x": np.array([2**31 - 1, -(2**31), 1337901816, -1640531535, -7, 0, 2**24 + 1], np.int32),
+            "w": np.array([2**31 - 1, -(2**31), -1779623277, 128, 9, 5, -(2**21) - 1], np.int32),
+            "s": np.array(-2073254261, np.int32),
+        },
+    ),
     "numbers added to a vector": (
         "mnn",
         """g (float[18] x, int64[N] i, float[N] r) => (float[18] y) {

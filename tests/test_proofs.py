@@ -317,3 +317,34 @@ def test_sums_are_those_of_the_hosts() -> None:
         h ^= h >> 13
         expected += [-x if h >> k & 1 else x for k in range(3)]
     np.testing.assert_array_equal(sums(np.array([0.5, 2.0, -1.25, 3.0, 7.5])), expected)
+
+
+NETWORKS = {
+    "convolutions that follow each other": (
+        """g (float[N,2,6,6] x) => (float[N,3,6,6] y) {
+            h = Conv<group=2, pads=[1,1,1,1]>(x, a)\n y = Conv(h, b) }""",
+        {"a": (2, 1, 3, 3), "b": (3, 2, 1, 1)},
+    ),
+    "Gelu": ("g (float[N,4] x) => (float[N,3] y) { h = MatMul(x, a)\n y = Gelu(h) }", {"a": (4, 3)}),
+    "lengths by which it divides": (
+        """g (float[N,4] x, int64[N,1] lengths) => (float[N,3] y) {
+            h = MatMul(x, a)\n n = Cast<to=1>(lengths)\n y = Div(h, n) }""",
+        {"a": (4, 3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_such_networks_have_a_proof(name: str, built: Path, tmp_path: Path) -> None:
+    text, weights = NETWORKS[name]
+    random = np.random.default_rng(0)
+    network = model(text, opset=20, **{name: random.standard_normal(shape) / 2 for name, shape in weights.items()})
+    graphopt.export_hosts(
+        graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)), tmp_path
+    )
+    assert opened(built, tmp_path, tmp_path) == [(0, "proven")]
+    proof = safetensors.numpy.load_file(tmp_path / "proof.safetensors")
+    assert proof.get("feed.lengths", np.ones(1)).min() == 1
+    proof["graph.train"][0] += [0, 9, 9, 9]
+    safetensors.numpy.save_file(proof, tmp_path / "proof.safetensors")
+    assert opened(built, tmp_path, tmp_path)[0][0] == 4

@@ -8,7 +8,7 @@ some roundings of state, data and products change, which is measured in float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -81,19 +81,14 @@ def proof_files(
         initial: the state and hyperparameters by name.
         batch: as `proof_batch` returns it.
     """
-    proof: Arrays = {}
-    for name, x in batch.items():
-        proof[f"feed.{name}"], proof[f"shape.{name}"] = x.ravel()[:_PERIOD], np.array(x.shape, np.int64)
-    arrays = {**initial, **batch}
-    try:
-        for name, graph in plain.items():
-            rows = _rows(graph, arrays, outputs[name])
-            proof[f"graph.{name}"] = np.array([rows[y] for y in outputs[name]])
-            if not np.isfinite(rows.get("loss", np.zeros(1))).all():
-                return {}
-    except Exception as error:  # noqa: BLE001 - the runtime raises many types; hosts say that nothing is proven
-        _log.info("no proof: %s", line(error))
+    for fed in _batches(plain["train"], batch):
+        arrays = {**initial, **fed}
+        if proof := _tables(plain, outputs, arrays):
+            break
+    else:
         return {}
+    for name, x in fed.items():
+        proof[f"feed.{name}"], proof[f"shape.{name}"] = x.ravel()[:_PERIOD], np.array(x.shape, np.int64)
     files = {PROOF: state_bytes(proof)}
     try:
         if _bytes(plain["train"], batch) <= MOST_SHOWN:
@@ -101,6 +96,30 @@ def proof_files(
     except Exception as error:  # noqa: BLE001 - as above; hosts name no node then
         _log.info("no %s: %s", DEBUG, line(error))
     return files
+
+
+def _batches(step: ir.Model, batch: Arrays) -> Iterator[Arrays]:
+    """Yield a batch, and others whose whole numbers are above 0: they may be lengths by which a network divides."""
+    yield batch
+    whole = [name_of(x) for x in with_role(step, Role.DATA) if batch[name_of(x)].dtype.kind in "iu"]
+    for values in ([1, 2], [1]) if whole else ():
+        repeated = np.resize(values, _PERIOD)
+        yield {**batch, **{name: np.resize(repeated, batch[name].shape).astype(batch[name].dtype) for name in whole}}
+
+
+def _tables(plain: Mapping[str, ir.Model], outputs: Mapping[str, Sequence[str]], arrays: Arrays) -> Arrays:
+    """Return what hosts compare by the names of the proof; none if a loss is not finite or the runtime stops."""
+    tables = {}
+    try:
+        for name, graph in plain.items():
+            rows = _rows(graph, arrays, outputs[name])
+            if not np.isfinite(rows.get("loss", np.zeros(1))).all():
+                return {}
+            tables[f"graph.{name}"] = np.array([rows[y] for y in outputs[name]])
+    except Exception as error:  # noqa: BLE001 - the runtime raises many types; hosts say that nothing is proven
+        _log.info("no proof: %s", line(error))
+        return {}
+    return tables
 
 
 def _bytes(step: ir.Model, batch: Arrays) -> int:
@@ -145,7 +164,8 @@ def _rows(graph: ir.Model, arrays: Arrays, outputs: Sequence[str]) -> dict[str, 
                 if name in data and x.dtype.kind == "f":
                     given[name] = (x * (1 - ROUNDINGS_OF_NOISE * unit * rng.random(x.shape))).astype(x.dtype)
         found = changes(Session(device, noisy), noisy, given)
-        spread = {y: float(np.maximum(spread[y], norm_of(found[y] - x))) for y, x in exact.items()}  # NaN if one is
+        with np.errstate(invalid="ignore"):
+            spread = {y: float(np.maximum(spread[y], norm_of(found[y] - x))) for y, x in exact.items()}  # NaN if one is
     rows = {}
     for y, x in exact.items():
         start = norm_of(arrays[starts[y]].astype(np.float64)) if y in starts else float(not x.ndim)

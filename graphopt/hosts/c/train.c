@@ -16,7 +16,7 @@ static int read_feed(const char *argument, const char *folder, size_t steps, Fee
     char path[4096];
     size_t length = strcspn(argument, "=");
     snprintf(feed->name, sizeof feed->name, "%.*s", (int)length, argument);
-    for (const char *size = argument + length; *size && feed->known < 16; size = strchr(size, ',') ? strchr(size, ',') : "")
+    for (const char *size = argument + length; *size && feed->known < 16; size += 1 + strcspn(size + 1, ","))
         feed->dims[feed->known++] = strtoll(size + 1, NULL, 10);
     snprintf(path, sizeof path, "%s/%s.bin", folder, feed->name);
     FILE *file = fopen(path, "rb");

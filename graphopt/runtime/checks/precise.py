@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
 
 import onnx_ir as ir
 
@@ -15,6 +14,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
 _NARROW = {"GRU", "LSTM", "RNN"}  # whose kernels for it stop when they run
+_WRITTEN_BY = {"Erf": {"Gelu"}}  # operators that the runtime writes by others when it has no kernel for them
 _LACKING = re.compile(r"find an implementation for (?:\w+\.)*(\w+)\(")  # ONNX Runtime's words
 
 
@@ -61,10 +61,10 @@ def in_float64(device: Device, model: ir.Model) -> tuple[Session, ir.Model]:
             lacking = _LACKING.search(str(error))
             if lacking is None or lacking[1] in narrow:
                 raise
-            narrow.add(lacking[1])
+            narrow |= {lacking[1], *_WRITTEN_BY.get(lacking[1], ())}
 
 
-def _compute_in_float32(op: Emitter, node: ir.Node, floats: Container[ir.Value | None]) -> None:
+def _compute_in_float32(op: Emitter, node: ir.Node, floats: set[ir.Value]) -> None:
     """Cast what a node reads to float32, and what it computes back; Resize, whose numbers are compared, loses none."""
     parts = 3 if node.op_type == "Resize" else 1  # of 24 bits
     with op.before(node):
@@ -83,5 +83,6 @@ def _compute_in_float32(op: Emitter, node: ir.Node, floats: Container[ir.Value |
     for own, y in zip(node.outputs, results, strict=True):
         if own.name:
             swap(own, y)
+            floats |= {y} if own in floats else set()  # another such node may read it
     assert node.graph is not None
     node.graph.remove(node)

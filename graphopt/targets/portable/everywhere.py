@@ -143,3 +143,36 @@ def added_by_product(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     column = op.cast(op.Equal(op.Range(0, columns, 1), op.Mod(where, columns)), x.dtype)
     total = op.MatMul(op.Transpose(row * op.Reshape(values, [-1, 1]), perm=[1, 0]), column)
     return [x + op.Reshape(total, sizes)]
+
+
+def product_of_limbs(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a product of int32 numbers by exact ones of their limbs of 11 bits in float32; it wraps around, too.
+
+    MNN multiplies the numbers as float32, which round above 2^24 (tests/faults.py: MNN-products): random numbers were
+    others. Its sums and quotients of int32 are exact.
+    """
+    if node.outputs[0].dtype != ir.DataType.INT32:
+        return None
+    a, b = (_limbs(op, given(x)) for x in node.inputs)
+    parts = [[op.Mul(a[i], b[total - i]) for i in range(total + 1)] for total in range(3)]
+    low, middle, high = (op.cast(functools.reduce(op.Add, terms), ir.DataType.INT32) for terms in parts)
+    return [low + _shifted(op, middle + _shifted(op, high))]
+
+
+def _limbs(op: Emitter, x: ir.Value) -> list[ir.Value]:
+    """Return numbers of 11, 11 and 10 bits with the sign of x as float32: x is the first + 2^11 second + 2^22 third."""
+    rest = x / 2**11
+    top = rest / 2**11
+    limbs = x - _scaled(op, rest, 2**11), rest - _scaled(op, top, 2**11), top
+    return [op.cast(limb, ir.DataType.FLOAT) for limb in limbs]
+
+
+def _scaled(op: Emitter, x: ir.Value, factor: int) -> ir.Value:
+    """Return an int32 number of less than 24 bits times a power of 2."""
+    return op.cast(op.cast(x, ir.DataType.FLOAT) * factor, ir.DataType.INT32)
+
+
+def _shifted(op: Emitter, x: ir.Value) -> ir.Value:
+    """Return an int32 number times 2^11, which wraps around."""
+    half = _scaled(op, x - _scaled(op, x / 2**21, 2**21), 2**10)
+    return op.Add(half, half)

@@ -25,6 +25,7 @@ from graphopt.targets.portable.everywhere import (
     average_of_whole_windows,
     chain_of_sums,
     product_by_a_copy,
+    product_of_limbs,
     product_of_shape,
     rows_by_element,
 )
@@ -50,6 +51,7 @@ FORMS: dict[str, Mapping[str, Form]] = {
     "iree": {},
     "mnn": {
         "BatchNormalization": batch_normalization,
+        "Mul": product_of_limbs,
         "ScatterElements": added_by_product,
         "ScatterND": rows_by_element,
     },

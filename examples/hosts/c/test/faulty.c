@@ -35,7 +35,7 @@ static OrtStatus *create_more(const OrtEnv *env, const void *content, size_t siz
     return status;
 }
 
-enum { DISABLE_MEM_PATTERN = 17 }; /* its place in OrtApi, counted in ONNX Runtime's own header */
+enum { DISABLE_MEM_PATTERN = 17, ENTRIES = 280 }; /* its place in OrtApi, and how many 1.18 has: counted in the header */
 static OrtStatus *(*disable)(OrtSessionOptions *);
 
 static OrtStatus *told(OrtSessionOptions *options) {
@@ -45,12 +45,20 @@ static OrtStatus *told(OrtSessionOptions *options) {
 
 static const char *said(void) { return getenv("VERSION"); }
 
+static const OrtApiBase *real_base(void) {
+#ifdef LIBRARY /* of a program that loads its libraries itself */
+    void *next = dlopen(LIBRARY, RTLD_NOW);
+#else
+    void *next = RTLD_NEXT;
+#endif
+    return ((const OrtApiBase *(*)(void))dlsym(next, "OrtGetApiBase"))();
+}
+
 static const OrtApi *get(uint32_t version) {
-    const OrtApiBase *(*next)(void) = (const OrtApiBase *(*)(void))dlsym(RTLD_NEXT, "OrtGetApiBase");
     if (!changed) {
-        real = next()->GetApi(version);
-        changed = malloc(sizeof *changed);
-        memcpy(changed, real, sizeof *changed);
+        real = real_base()->GetApi(version);
+        changed = malloc(ENTRIES * sizeof(void *)); /* Java's bindings call more of it than abi/ declares */
+        memcpy(changed, real, ENTRIES * sizeof(void *));
         changed->CreateSession = create, changed->CreateSessionFromArray = create_more;
         memcpy(&disable, (void **)changed + DISABLE_MEM_PATTERN, sizeof disable);
         OrtStatus *(*own)(OrtSessionOptions *) = told;
@@ -60,8 +68,7 @@ static const OrtApi *get(uint32_t version) {
 }
 
 const OrtApiBase *OrtGetApiBase(void) {
-    const OrtApiBase *(*next)(void) = (const OrtApiBase *(*)(void))dlsym(RTLD_NEXT, "OrtGetApiBase");
-    base = *next(), base.GetApi = get;
+    base = *real_base(), base.GetApi = get;
     if (said()) base.GetVersionString = said;
     return &base;
 }

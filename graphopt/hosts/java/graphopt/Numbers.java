@@ -29,6 +29,17 @@ final class Numbers {
         }
     }
 
+    /** Writes numbers from a place on to an array. */
+    static void read(ByteBuffer bytes, OnnxJavaType type, int first, int count, double[] x) {
+        if (type == OnnxJavaType.FLOAT) {
+            float[] narrow = new float[count];
+            bytes.position(4 * first);
+            bytes.asFloatBuffer().get(narrow);
+            bytes.position(0);
+            for (int i = 0; i < count; i++) x[i] = narrow[i];
+        } else for (int i = 0; i < count; i++) x[i] = at(bytes, type, first + i);
+    }
+
     static double half(short bits) {
         int exponent = bits >> 10 & 31, fraction = bits & 1023;
         double size = exponent == 31 ? (fraction == 0 ? Double.POSITIVE_INFINITY : Double.NaN)

@@ -23,19 +23,36 @@ final class Proof {
     private static final int COLUMNS = 4; // of a row: how much the sums of an output may differ, and its sums
     private static final int MOST = 1 << 26; // numbers of a feed
 
+    private static final int BLOCK = 1024; // numbers that are read at once
+
     private Proof() {}
 
     /** The sums of numbers, or of their change from a start, with random signs. */
     static double[] sums(ByteBuffer numbers, OnnxJavaType type, ByteBuffer start, int count) {
-        double[] sums = new double[3];
-        for (int i = 0; i < count; i++) {
-            double x = Numbers.at(numbers, type, i) - (start == null ? 0 : Numbers.at(start, type, i));
-            int h = (i + 1) * 0x9E3779B1;
-            h = (h ^ h >>> 15) * 0x85EBCA6B;
-            h ^= h >>> 13;
-            for (int k = 0; k < 3; k++) sums[k] += x * (1 - 2 * (h >> k & 1));
+        double[] sums = new double[3], x = new double[BLOCK], before = new double[BLOCK];
+        for (int first = 0; first < count; first += BLOCK) {
+            int size = Math.min(BLOCK, count - first);
+            Numbers.read(numbers, type, first, size, x);
+            if (start != null) Numbers.read(start, type, first, size, before);
+            add(sums, x, before, first, size);
         }
         return sums;
+    }
+
+    private static void add(double[] sums, double[] x, double[] before, int first, int size) {
+        double a = 0, b = 0, c = 0;
+        for (int i = 0; i < size; i++) {
+            double change = x[i] - before[i];
+            int h = (first + i + 1) * 0x9E3779B1;
+            h = (h ^ h >>> 15) * 0x85EBCA6B;
+            h ^= h >>> 13;
+            a += change * (1 - 2 * (h & 1));
+            b += change * (1 - (h & 2));
+            c += change * (1 - (h >> 1 & 2));
+        }
+        sums[0] += a;
+        sums[1] += b;
+        sums[2] += c;
     }
 
     /** A feed of the proof: numbers that repeat, in its shape. */

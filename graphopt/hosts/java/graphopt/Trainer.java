@@ -19,6 +19,7 @@ import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.Set;
+import java.util.function.Predicate;
 
 /** Trains from a folder of graphopt.export_hosts on ONNX Runtime. One thread at a time may call it. */
 public final class Trainer implements AutoCloseable {
@@ -87,14 +88,14 @@ public final class Trainer implements AutoCloseable {
         file = new Bytes(read("state.safetensors"), "state.safetensors");
         for (Value x : state) if (x.next == null) throw new GraphoptException("host.json: state " + x.name + ": expected what is next, found none");
         compared("train");
-        current.putAll(initial());
+        current.putAll(initial(x -> true));
     }
 
-    /** The state of the folder and the defaults of hyperparameters. */
-    private Map<String, OnnxTensor> initial() throws GraphoptException, OrtException {
-        Map<String, OnnxTensor> made = stateOf(file, "state.safetensors");
+    /** The state of the folder and the defaults of hyperparameters that are asked for by name. */
+    private Map<String, OnnxTensor> initial(Predicate<String> isRead) throws GraphoptException, OrtException {
+        Map<String, OnnxTensor> made = stateOf(file, "state.safetensors", isRead);
         try {
-            for (Value x : hyperparameters) if (x.initial instanceof Number) made.put(x.name, hyperparameter(x, ((Number) x.initial).doubleValue()));
+            for (Value x : hyperparameters) if (isRead.test(x.name) && x.initial instanceof Number) made.put(x.name, hyperparameter(x, ((Number) x.initial).doubleValue()));
         } catch (Throwable error) {
             closeAll(made.values());
             throw error;
@@ -206,7 +207,7 @@ public final class Trainer implements AutoCloseable {
                 if (isNoted(note, fingerprint)) return "proven before";
             }
             Bytes proof = new Bytes(read(path), path);
-            given.putAll(initial()); // a graph may be opened after steps
+            given.putAll(initial(session.getInputNames()::contains)); // a graph may be opened after steps
             for (Value x : feeds) {
                 long[] dims = Proof.shape(proof, x.name);
                 given.put(x.name, x.tensor(environment, Proof.feed(proof, x, dims), dims));
@@ -402,7 +403,7 @@ public final class Trainer implements AutoCloseable {
     }
 
     /** The state in a file, as tensors. */
-    private Map<String, OnnxTensor> stateOf(Bytes from, String path) throws GraphoptException, OrtException {
+    private Map<String, OnnxTensor> stateOf(Bytes from, String path, Predicate<String> isRead) throws GraphoptException, OrtException {
         Map<String, OnnxTensor> made = new LinkedHashMap<>();
         Set<Object> unknown = from.names();
         for (Value x : state) unknown.remove(x.name);
@@ -420,7 +421,7 @@ public final class Trainer implements AutoCloseable {
                 if (numbers.remaining() != expected)
                     throw new GraphoptException(path + ": state " + x.name + ": expected " + expected + " bytes, found " + numbers.remaining()
                         + ": take a checkpoint of this training graph");
-                made.put(x.name, x.tensor(environment, numbers, dims));
+                if (isRead.test(x.name)) made.put(x.name, x.tensor(environment, numbers, dims));
             }
         } catch (Throwable error) {
             closeAll(made.values());
@@ -432,7 +433,7 @@ public final class Trainer implements AutoCloseable {
     /** Goes on from a checkpoint: of this class, of another host, or of Executor.save(path, checksum=False). */
     public void load(File path) throws GraphoptException, OrtException, IOException {
         if (!path.isFile()) throw new GraphoptException(path + ": expected a checkpoint, found none");
-        Map<String, OnnxTensor> made = stateOf(new Bytes(Bytes.read(path), path.getPath()), path.getPath());
+        Map<String, OnnxTensor> made = stateOf(new Bytes(Bytes.read(path), path.getPath()), path.getPath(), x -> true);
         for (Map.Entry<String, OnnxTensor> x : made.entrySet()) put(x.getKey(), x.getValue());
         if (last != null) last.close();
         last = null;
