@@ -36,9 +36,8 @@ pytestmark = [
 PAGE = mmap.PAGESIZE
 
 
-@pytest.fixture(params=[precision for precision in PIECES if obstacle(precision) is None])
-def precision(request):
-    return request.param
+PRECISIONS = [precision for precision in PIECES if obstacle(precision) is None]
+each_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def guarded(shape, at_end):
@@ -86,7 +85,9 @@ def compare_in_guarded_memory(graph, feeds, precision, layers=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 6])
-@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize(
+    ("precision", "form"), [(x, form) for x in PRECISIONS for form in (None, *FORMS) if form is None or PIECES[x]]
+)
 @pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_convolutions_in_guarded_memory(precision, count, form, batch, monkeypatch, tmp_path_factory):
     compute_in(form, monkeypatch, tmp_path_factory)
@@ -107,6 +108,7 @@ LARGE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LARGE)))
+@each_precision
 def test_products_in_guarded_memory(precision, number):
     text, *shapes = LARGE[number]
     rng = np.random.default_rng(number)
@@ -256,6 +258,7 @@ def under_sanitizers(precision, cache, counts):
 
 
 @pytest.mark.slow
+@each_precision
 def test_a_sample_under_sanitizers(precision, tmp_path):
     few = ("convolutions", 15, "products", 2, "weights", 4)
     others = ("open convolutions", 6, "open products", 4, "open pools", 2, "attention", 2)
@@ -263,6 +266,7 @@ def test_a_sample_under_sanitizers(precision, tmp_path):
 
 
 @pytest.mark.exhaustive
+@each_precision
 def test_kernels_under_sanitizers(precision, tmp_path):
     many = ("convolutions", 150, "products", len(LARGE), "weights", 28, "open convolutions", 200)
     under_sanitizers(precision, tmp_path, (*many, "open products", 60, "open pools", 20, "attention", 30))

@@ -535,7 +535,7 @@ print(kilobytes())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the peak")
 def test_a_layer_of_4_bits_takes_less_than_a_third_of_floats(tmp_path):
     """By the slope of the peak memory of a step over the number of layers."""
-    peaks, width, layers = [], 2048, (3, 11)
+    peaks, width, layers = [], 2048, (2, 7)
     for count in layers:
         weights, lines, last = {}, [], "x"
         for i in range(count):
