@@ -218,7 +218,9 @@ def check_open_pools(precision, count):
     proto = model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}")
     batches = []
     for _ in range(count):
-        shapes = {name: [*rng.integers(1, 4, 2), *(n + rng.integers(0, 40) for n in size)] for name, size in least.items()}
+        shapes = {
+            name: [*rng.integers(1, 4, 2), *(n + rng.integers(0, 40) for n in size)] for name, size in least.items()
+        }
         batches.append({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()})
     compare(load(onnx.shape_inference.infer_shapes(proto)), batches, precision)
 
@@ -265,7 +267,9 @@ def test_a_sample_under_sanitizers(tmp_path):
 @pytest.mark.exhaustive
 def test_kernels_under_sanitizers(tmp_path):
     many = {"convolutions": 150, "products": len(LARGE), "weights": 28, "open convolutions": 200}
-    under_sanitizers(tmp_path, dict.fromkeys(PRECISIONS, many | {"open products": 60, "open pools": 20, "attention": 30}))
+    under_sanitizers(
+        tmp_path, dict.fromkeys(PRECISIONS, many | {"open products": 60, "open pools": 20, "attention": 30})
+    )
 
 
 if __name__ == "__main__":

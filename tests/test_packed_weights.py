@@ -120,6 +120,7 @@ def compiled(proto, **options):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.sample(12)
 def test_what_is_not_packed_trains_as_with_float_weights(form):
     packed = Packed(**form)
     step = compiled(packed.proto)
