@@ -161,6 +161,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "whole: all cases of a test run by default, since each takes milliseconds",
         "sample(count): CI runs so many of a test's cases; the others are `exhaustive`",
+        "further: a case after the first GRAPHOPT_SAMPLE of its test, which CI's job `peers` leaves out",
     ):
         config.addinivalue_line("markers", line)
 
@@ -194,6 +195,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             case.add_marker(pytest.mark.exhaustive)
         for case in [] if whole else cases[SAMPLE:]:
             case.add_marker(pytest.mark.slow)
+            case.add_marker(pytest.mark.further)
 
 
 def repetitions(cases: list[pytest.Function]) -> list[pytest.Function]:

@@ -21,9 +21,11 @@ FORMS = ("low_products", "paired", "gathered", "shifted")  # algorithms of bfloa
 
 def compute_in(form: str | None, monkeypatch, tmp_path_factory) -> None:
     """Compute all convolutions by one algorithm, as far as it can; None lets each have the one of least time."""
-    if form is not None:  # with a cache of its own, which knows graphs, and not this form
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / form))
-        monkeypatch.setattr(library, "_LIMITS", f'{library._LIMITS}#define ONLY_ALGORITHM "{form}"\n')
+    if form is not None:  # in a cache of its own: another knows the graphs; compiled once for all forms
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "forms"))
+        monkeypatch.setenv("ONLY_ALGORITHM", form)
+        named = '#include <stdlib.h>\n#define ONLY_ALGORITHM getenv("ONLY_ALGORITHM")\n'
+        monkeypatch.setattr(library, "_LIMITS", f"{library._LIMITS}{named}")
 
 
 def product_error(precision: str = PRECISION) -> float:

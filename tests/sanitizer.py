@@ -44,4 +44,4 @@ def run_sanitized(file, *arguments, cache) -> str:
 def sanitize() -> None:
     """Compile the kernels of this process with the sanitizers."""
     del os.environ["LD_PRELOAD"]  # for the compiler, which this process starts
-    toolchain.FLAGS = (*toolchain.FLAGS, *_FLAGS, "-O1", "-fno-omit-frame-pointer", "-g")
+    toolchain.FLAGS = (*toolchain.FLAGS, *_FLAGS, "-O1", "-fno-omit-frame-pointer", "-g1")

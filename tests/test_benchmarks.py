@@ -372,9 +372,7 @@ def test_openings_are_timed(monkeypatch):
     [
         "one",
         "gat",
-        "tabular",
-        "gru",
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("vit", "regnet")),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("tabular", "gru", "vit", "regnet")),
     ],
 )
 @pytest.mark.slow

@@ -172,6 +172,7 @@ def test_gates_that_are_laid_out_anew_train_as_in_pytorch(op_type, units, target
 
 @pytest.mark.parametrize("optimizer", [replace(x, groups=()) for x in OPTIMIZERS], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("op_type", ["LSTM", "GRU"])
+@pytest.mark.sample(8)
 def test_slots_of_gates_that_are_laid_out_anew_are_those_of_the_plain_step(op_type, optimizer):
     step = compiled(by_gates(op_type), optimizer=optimizer)
     plain, lowered = (graphopt.Executor(step, threads=1, target=x) for x in ("plain", "onnxruntime"))

@@ -49,6 +49,7 @@ def test_a_saved_step_goes_on_from_saved_state_bit_for_bit(name: str, tmp_path: 
 
 
 @each
+@pytest.mark.sample(16)
 def test_the_trained_model_has_the_interface_of_the_file_and_predicts_as_the_executor(name: str) -> None:
     executor, source, fed = graphopt.Executor(step(name), threads=1), network(name), batches(name, STEPS)
     executor.run(fed)
@@ -69,6 +70,7 @@ def test_the_trained_model_has_the_interface_of_the_file_and_predicts_as_the_exe
 
 @pytest.mark.parametrize("name", [name for name in CAPABILITIES if name != NO_KERNEL])
 @pytest.mark.slow
+@pytest.mark.sample(16)
 def test_a_host_trains_as_the_executor_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What proves a host, half of the time of an export, is in test_proofs.py."""
     monkeypatch.setattr(export, "proof_batch", lambda _: None)
@@ -81,6 +83,7 @@ def test_a_host_trains_as_the_executor_does(name: str, tmp_path: Path, monkeypat
 
 
 @each
+@pytest.mark.sample(16)
 def test_the_first_check_finds_no_difference(name: str) -> None:
     table = graphopt.check(step(name), batches(name, 1)[0])
     verdicts = {x.verdict for x in table.findings if x.part == "gradient"}

@@ -367,7 +367,7 @@ def test_ctrl_c_leaves_a_trained_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("measure", ["validation_loss", "accuracy"])
+@pytest.mark.parametrize("measure", ["validation_loss", pytest.param("accuracy", marks=pytest.mark.exhaustive)])
 def test_trained_onnx_has_the_weights_of_the_best_epoch(measure: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = [
         "fit.epochs=12",

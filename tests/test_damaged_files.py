@@ -466,7 +466,7 @@ def losses_without_damage(name: str) -> list[float]:
 UNKNOWN = {("control flow", "input without a shape")}  # vectors would do as well as matrices
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("name", GOOD)
 def test_what_the_runtime_runs_trains_as_the_file_without_damage(name: str, how: str) -> None:

@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "GRAPHOPT_NATIVE": "false",
     "TTY_COMPATIBLE": "0",
     "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # a worker that waits leaves its core to others
 }
 SYSTEM = "/usr/bin/mpiexec"  # Debian's Open MPI
 LIBRARY = "/usr/lib/x86_64-linux-gnu/libmpi.so.40"

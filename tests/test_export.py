@@ -362,6 +362,7 @@ def train_there(module: nn.Module, batches: list[tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.slow
+@pytest.mark.sample(21)
 def test_trains_as_in_pytorch(name: str, exporter: str) -> None:
     build, shape = MODULES[name]
     exporter = "dynamo" if name in REFUSED_BY_TORCHSCRIPT else exporter

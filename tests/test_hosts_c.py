@@ -83,6 +83,7 @@ refused: dict[Path, list[str]] = {}  # what a run said of bad batches, by the fi
 
 @pytest.mark.parametrize("name", [*GRAPHS, *MORE])
 @pytest.mark.slow
+@pytest.mark.sample(6)
 def test_c_trains_and_evaluates_as_python_does(name: str, program: Path, tmp_path: Path) -> None:
     step, fed = {**GRAPHS, **MORE}[name][0](), batches(name, STEPS)
     graphopt.export_hosts(step, tmp_path / "host")

@@ -196,6 +196,7 @@ def chromium(provider: str, reference: Reference) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(4)
 def test_it_trains_in_chromium(reference: Reference) -> None:
     found = chromium("wasm", reference)
     check(found, reference)

@@ -150,7 +150,7 @@ def exported(net: nn.Module, x: torch.Tensor, dynamo: bool, optimize: bool) -> o
 
 
 @pytest.mark.slow
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("form", ["TorchScript", "optimized", "not optimized"])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=NEEDS_COMPILER)], ids=["plain", "kernels"])

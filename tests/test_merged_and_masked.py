@@ -133,6 +133,7 @@ def trained(model: Any, module: nn.Module, shape: tuple[int, ...], optimizer: st
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.slow
+@pytest.mark.sample(6)
 def test_the_default_exporter_s_files_train_as_in_pytorch(name: str) -> None:
     build, shape, certain = MODULES[name]
     torch.manual_seed(0)

@@ -297,7 +297,6 @@ def test_targets_and_calls_of_several_steps_train_alike(name: str) -> None:
     for options in (
         {"target": "onnxruntime"},
         {"native": False, "steps_per_call": 4},
-        {"native": True},
         {"native": True, "in_place": True},
     ):
         other = graphopt.Executor(step, threads=1, **options)

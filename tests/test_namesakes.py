@@ -138,7 +138,7 @@ def test_a_folder_without_code_before_an_editable_installation(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [("passes", "recipes"), ("passes", "recipes/__init__.py"), ("passes", "recipes.py")])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_what_hides_nothing_does_no_harm(names: tuple[str, ...], tmp_path: Path) -> None:
     for place in (tmp_path / name for name in names):
         place.parent.mkdir(exist_ok=True)

@@ -121,6 +121,7 @@ def test_random_convolutions_are_the_runtimes(random_convolutions):
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.slow
+@pytest.mark.sample(10)
 def test_random_convolutions_of_bfloat16_numbers(random_convolutions, precision, form, monkeypatch, tmp_path_factory):
     """Those that run in tiles are of bfloat16 numbers; others are of float32 numbers."""
     if (reason := obstacle(precision)) is not None:

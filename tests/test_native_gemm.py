@@ -1,28 +1,19 @@
 """Matrix products in C: graphopt/targets/native/c/gemm.h against NumPy in float64."""
 
 import ctypes
-import shutil
 import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from precisions import exact_product
 
+from graphopt.targets.native import toolchain
 from graphopt.targets.native.precision import PIECES, obstacle
-from graphopt.targets.native.toolchain import macros
 
-HEADER = Path(__file__).parents[1] / "graphopt" / "targets" / "native" / "c" / "gemm.h"
 FLAGS = [
-    "-std=gnu99",
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
+    *("-std=gnu99", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-Wall", "-Wextra", "-Werror"),
 ]
 SIZE = 1 << 26
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -97,29 +88,18 @@ class Library:
     """The driver, compiled with `flags`, and memory for its operands."""
 
     def __init__(self, folder, flags):
-        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        if not compiler:
-            pytest.skip("no C compiler: install cc, gcc or clang")
+        compiler = toolchain.compiler()
+        if compiler is None:
+            pytest.skip("needs a C compiler")
         source, library = folder / "driver.c", folder / "driver.so"
         source.write_text(DRIVER)
         macros = subprocess.run(
-            [compiler, "-march=native", "-dM", "-E", source, f"-I{HEADER.parent}"], capture_output=True
+            [*compiler, "-march=native", "-dM", "-E", source, f"-I{toolchain.FOLDER}"], capture_output=True
         )
         if "-mavx2" in flags and b"__AVX2__" not in macros.stdout:
             pytest.skip("this processor has no AVX2")
-        command = [
-            compiler,
-            *FLAGS,
-            *flags,
-            "-shared",
-            "-fPIC",
-            "-pthread",
-            f"-I{HEADER.parent}",
-            source,
-            "-o",
-            library,
-        ]
-        subprocess.run(command, check=True)
+        made = ["-shared", "-fPIC", "-pthread", f"-I{toolchain.FOLDER}", source, "-o", library]
+        subprocess.run([*compiler, *FLAGS, *flags, *made], check=True)
         self.c = ctypes.CDLL(str(library))
         self.c.guarded.restype = ctypes.c_void_p
         self.c.multiply.restype = ctypes.c_size_t
@@ -161,7 +141,7 @@ def low(request, tmp_path_factory):
     """A library whose operands are one or two bfloat16 numbers, and how many."""
     pieces, flags = request.param
     wanted = {"__AVX512BF16__"} if "-mno" in flags else {"__AMX_BF16__"}
-    if not wanted <= macros() or ("-mno" not in flags and obstacle("high")):
+    if not wanted <= toolchain.macros() or ("-mno" not in flags and obstacle("high")):
         pytest.skip("this processor has no such instructions")
     return Library(tmp_path_factory.mktemp("gemm"), flags.split()), pieces
 

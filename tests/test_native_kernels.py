@@ -328,7 +328,7 @@ def test_random_clusters_in_blocks(monkeypatch, tmp_path) -> None:
     """Loops over large arrays fetch one block while they compute another: here, of three numbers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_LIMITS", f"{library._LIMITS}#define FETCHED 3\n#define LEAST_FETCHED 1\n")
-    check(grown(GRAPHS, PARTS, OPSET))
+    check(grown(GRAPHS, PARTS // 2, OPSET))
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,6 @@
 """Kernels touch no memory beside their tensors, in each precision: guard pages around inputs and outputs, sanitizers.
 
-`python tests/test_native_memory.py PRECISION KIND COUNT ...` compares results under sanitizers, libasan loaded first.
+`python tests/test_native_memory.py PRECISION/KIND COUNT ...` compares results under sanitizers, libasan loaded first.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ pytestmark = [
 PAGE = mmap.PAGESIZE
 
 
-@pytest.fixture(params=[precision for precision in PIECES if obstacle(precision) is None])
-def precision(request):
-    return request.param
+PRECISIONS = [precision for precision in PIECES if obstacle(precision) is None]
 
 
 def guarded(shape, at_end):
@@ -86,7 +84,9 @@ def compare_in_guarded_memory(graph, feeds, precision, layers=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 6])
-@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize(
+    ("precision", "form"), [(x, form) for x in PRECISIONS for form in (None, *FORMS) if form is None or PIECES[x]]
+)
 @pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_convolutions_in_guarded_memory(precision, count, form, batch, monkeypatch, tmp_path_factory):
     compute_in(form, monkeypatch, tmp_path_factory)
@@ -107,6 +107,7 @@ LARGE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LARGE)))
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_products_in_guarded_memory(precision, number):
     text, *shapes = LARGE[number]
     rng = np.random.default_rng(number)
@@ -204,24 +205,24 @@ def check_open_products(precision, count):
 
 
 def check_open_pools(precision, count):
-    """Check windows of each size that tile images of random sizes, with elements left over or without."""
+    """Check windows of each size that tile images of random sizes, with elements left over or without, in one graph."""
     windows = [[1], [2], [3], [2, 2], [1, 2], [2, 1], [3, 2], [3, 3], [2, 2, 2], [1, 2, 3]]
     rng = np.random.default_rng(6)
-    for window in windows:
-        axes = len(window)
-        inputs, least, statements, outputs = [], {}, [], []
-        for i, kind in enumerate(("MaxPool", "AveragePool")):
-            inputs.append(f"float[N, C, {', '.join(f'S{i}_{a}' for a in range(axes))}] x{i}")
-            outputs.append(f"float[{', '.join('ABCDE'[: axes + 2])}] y{i}")
-            statements.append(f"y{i} = {kind}<kernel_shape = {window}, strides = {window}>(x{i})")
-            least[f"x{i}"] = window
-        proto = model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}")
-        batches = []
-        for _ in range(count):
-            images = rng.integers(1, 4, 2).tolist()
-            shapes = {name: images + [n + int(rng.integers(0, 40)) for n in size] for name, size in least.items()}
-            batches.append({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()})
-        compare(load(onnx.shape_inference.infer_shapes(proto)), batches, precision)
+    inputs, least, statements, outputs = [], {}, [], []
+    for i, (window, kind) in enumerate(itertools.product(windows, ("MaxPool", "AveragePool"))):
+        shape = [f"{axis}{i}" for axis in "NCHWD"[: 2 + len(window)]]
+        inputs.append(f"float[{', '.join(shape)}] x{i}")
+        outputs.append(f"float[{', '.join(f'Y{axis}' for axis in shape)}] y{i}")
+        statements.append(f"y{i} = {kind}<kernel_shape = {window}, strides = {window}>(x{i})")
+        least[f"x{i}"] = window
+    proto = model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}")
+    batches = []
+    for _ in range(count):
+        shapes = {
+            name: [*rng.integers(1, 4, 2), *(n + rng.integers(0, 40) for n in size)] for name, size in least.items()
+        }
+        batches.append({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()})
+    compare(load(onnx.shape_inference.infer_shapes(proto)), batches, precision)
 
 
 def check_attention(precision, count):
@@ -250,26 +251,30 @@ CHECKS = {
 }
 
 
-def under_sanitizers(precision, cache, counts):
-    """Run checks in one process, since a process and the parts of a library take seconds."""
-    assert "right" in run_sanitized(__file__, precision, *map(str, counts), cache=cache)
+def under_sanitizers(cache, counts):
+    """Run checks of each precision in one process, since a process and the parts of a library take seconds."""
+    words = [word for name, own in counts.items() for kind, n in own.items() for word in (f"{name}/{kind}", str(n))]
+    assert "right" in run_sanitized(__file__, *words, cache=cache)
 
 
 @pytest.mark.slow
-def test_a_sample_under_sanitizers(precision, tmp_path):
-    few = ("convolutions", 15, "products", 2, "weights", 4)
-    others = ("open convolutions", 6, "open products", 4, "open pools", 2, "attention", 2)
-    under_sanitizers(precision, tmp_path, (*few, *others) if precision == "highest" else few)
+def test_a_sample_under_sanitizers(tmp_path):
+    few = {"convolutions": 15, "products": 2, "weights": 4}
+    more = {"open convolutions": 6, "open products": 4, "open pools": 2, "attention": 2}
+    under_sanitizers(tmp_path, {x: few | more if x == "highest" else few for x in PRECISIONS})
 
 
 @pytest.mark.exhaustive
-def test_kernels_under_sanitizers(precision, tmp_path):
-    many = ("convolutions", 150, "products", len(LARGE), "weights", 28, "open convolutions", 200)
-    under_sanitizers(precision, tmp_path, (*many, "open products", 60, "open pools", 20, "attention", 30))
+def test_kernels_under_sanitizers(tmp_path):
+    many = {"convolutions": 150, "products": len(LARGE), "weights": 28, "open convolutions": 200}
+    under_sanitizers(
+        tmp_path, dict.fromkeys(PRECISIONS, many | {"open products": 60, "open pools": 20, "attention": 30})
+    )
 
 
 if __name__ == "__main__":
     sanitize()
-    for kind, count in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-        CHECKS[kind](sys.argv[1], int(count))
+    for name, count in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        precision, kind = name.split("/")
+        CHECKS[kind](precision, int(count))
     print("right")

@@ -127,6 +127,7 @@ def test_products_dequantize_weights(layout, dtype, has_zero):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"symmetric": False}, {"bits": 8}, {"block": 16}, {"bits": 2}])
+@pytest.mark.sample(3)
 def test_steps_over_a_base_of_few_bits_are_the_runtimes(options):
     model = models.transformer((6,), 50, width=48, heads=2, layers=1)
     step = graphopt.compile(

@@ -120,6 +120,7 @@ def compiled(proto, **options):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.sample(12)
 def test_what_is_not_packed_trains_as_with_float_weights(form):
     packed = Packed(**form)
     step = compiled(packed.proto)
@@ -535,7 +536,7 @@ print(kilobytes())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the peak")
 def test_a_layer_of_4_bits_takes_less_than_a_third_of_floats(tmp_path):
     """By the slope of the peak memory of a step over the number of layers."""
-    peaks, width, layers = [], 2048, (3, 11)
+    peaks, width, layers = [], 2048, (2, 7)
     for count in layers:
         weights, lines, last = {}, [], "x"
         for i in range(count):

@@ -65,6 +65,7 @@ def losses_in_one_run():
 @pytest.mark.parametrize("cut", [name for name in STANDARD if name != "simplify"])
 @pytest.mark.slow
 @pytest.mark.usefixtures("plain")
+@pytest.mark.sample(10)
 def test_any_prefix_can_be_saved_loaded_and_continued(tmp_path, cut):
     pipeline = longest_pipeline()
     graphopt.save(pipeline.until(cut)(mlp()), tmp_path / "prefix.onnx")

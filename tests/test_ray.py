@@ -80,7 +80,8 @@ def wait_for_epochs(run: subprocess.Popen[str], folder: Path, count: int) -> Non
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_workers_after_a_step(tmp_path: Path, number: signal.Signals) -> None:
     run = start(tmp_path, *RAY, "fit.epochs=1000")
     wait_for_epochs(run, tmp_path, 2)

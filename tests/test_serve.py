@@ -527,6 +527,7 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any], dict[str, Any]]] 
 @pytest.mark.usefixtures("plain")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(3)
 def test_the_page_trains_as_python_does(name: str, server: PageServer, tmp_path: Path) -> None:
     if not Path(CHROMIUM).exists():
         pytest.skip(f"needs Chromium at {CHROMIUM}")
