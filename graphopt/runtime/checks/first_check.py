@@ -136,7 +136,7 @@ class FirstCheck:
             raise Disagreement(message)
 
     def beside(self, batch: Arrays) -> FirstCheck | None:
-        """Return the same check on copies, which may run while steps train; None if it takes much memory, or little time."""
+        """Return the same check on copies, to run while steps train; None if it takes much memory, or little time."""
         device, state = self._device, self._state()
         is_first = device.verify == "first" and device.memory is None and device.on_cpu
         is_small = sum(x.nbytes for x in state.values()) <= MOST_CONVERTED
