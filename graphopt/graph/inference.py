@@ -62,7 +62,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = extracted_model(extracted, list(extracted.graph.inputs), list(extracted.graph.outputs))
     remove_unused_results(extracted.graph)
-    with protect(needed(extracted)):
+    with interface_kept(extracted), protect(needed(extracted)):  # of two outputs that are one value, it loses a name
         IdentityEliminationPass()(extracted)
     unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
     _remove_unused(extracted, unread)
@@ -244,7 +244,9 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> ModelParts:
 
 
 def as_it_came(model: ir.Model, own: Sequence[str]) -> ir.Model:
-    """Return a rewritten model with the outputs of its file, those that are no tensors left out, and with the new ones.
+    """Return a rewritten model with the outputs of its file and the new ones.
+
+    In place of an output that is no tensor, such as scikit-learn's dictionaries, it returns what that is made of.
 
     It has the opset and the IR version of the file, or the lowest opset that has all operators.
 
@@ -253,12 +255,15 @@ def as_it_came(model: ir.Model, own: Sequence[str]) -> ir.Model:
     """
     opset, ir_version = versions_of(model)
     detached = Detached.read(model) or Detached(tuple(own), ())
-    parts = [ir.from_proto(part) for part in detached.models()[::-1] if has_tensors(part)]
+    aside = detached.models()[::-1]
+    parts = [ir.from_proto(part) for part in aside if has_tensors(part)]
+    others = [part.graph for part in aside if not has_tensors(part)]
+    made_of = {y.name: [x.name for x in graph.input] for graph in others for y in graph.output}
     version = rewrite_in([model, *parts], opset)
     model.ir_version = ir_version if version == opset else max(ir_version, ir_version_of(version))
     proto = ir.to_proto(model)
     known = {y.name for y in [*proto.graph.output, *(y for part in parts for y in part.graph.outputs)]}
-    order = [name for name in detached.outputs if name in known]
+    order = [x for name in detached.outputs for x in made_of.get(name, [name]) if x in known]
     order += [name_of(y) for y in model.graph.outputs if y.name not in own]
     restore(proto, [ir.to_proto(part) for part in parts], order)
     restored = ir.from_proto(proto)
