@@ -22,6 +22,7 @@ from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import Detached, restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect, remove_unused_nodes
 from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of, with_role
+from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import computed_from, extracted_model
@@ -56,7 +57,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
     extracted = extracted_model(model, list(model.graph.inputs), list(outputs))
     with interface_kept(extracted):
         predicts = not any(role_of(y) in _OF_LOSS for y in outputs)
-        _switch_to_inference(extracted.graph, merged, predicts)
+        changes_types = _switch_to_inference(extracted.graph, merged, predicts)
         if not quantized:
             _leave_out_rounding(extracted.graph)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
@@ -66,6 +67,8 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
         IdentityEliminationPass()(extracted)
     unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
     _remove_unused(extracted, unread)
+    if changes_types:
+        ensure_typed(extracted)
     return extracted
 
 
@@ -79,7 +82,8 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     RemoveUnusedOpsetsPass()(model)
 
 
-def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
+def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> bool:
+    """Let nodes compute their inference form; return whether that changes types, which are to be inferred anew."""
     inputs = {value.name: value for value in graph.inputs}
     same: dict[str, ir.Value] = {}
     cast: set[ir.DataType | None] = set()
@@ -106,6 +110,7 @@ def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
             swap(node.outputs[0], like(other, node.outputs[0]))
     for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
         y.type = y.shape = None  # the type changes because its inputs are no longer cast
+    return bool(cast)
 
 
 def _leave_out_rounding(graph: ir.Graph) -> None:
