@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 from builders import mlp
 
 import graphopt
 import passes
+from graphopt.graph import storage
 from graphopt.runtime import forms, rehearsal, translation
 from graphopt.runtime.contest import KERNELS, MEASURED_STEPS, Clock
 from graphopt.runtime.translation import Mistranslated, Translation
@@ -259,3 +262,11 @@ time.sleep(60)"""
             return
         time.sleep(0.1)
     pytest.fail("it runs on")
+
+
+def test_the_process_that_lowers_knows_the_graph_by_the_same_content(frozen_step):
+    executor = graphopt.Executor(frozen_step, native="auto", frozen="low")
+    written = Path(rehearsal_of(executor)._folder.name) / "step.onnx"
+    content, _ = storage.identity_of(ir.from_proto(onnx.load_model(written, load_external_data=False)))
+    assert content == written.read_bytes()
+    assert content == storage.identity_of(executor._steps.runner._parts[1])[0]

@@ -20,7 +20,7 @@ from graphopt.graph.folding import fold
 from graphopt.graph.memory import step_bytes
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import put_initial
-from graphopt.graph.storage import weight_bytes
+from graphopt.graph.storage import Weights, identity_of, weight_bytes
 from graphopt.graph.strictness import is_strict
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
@@ -86,6 +86,10 @@ class StepSessions:
     def is_low(self) -> bool:
         """Return whether weights stay where they are, so that to measure steps would take too long."""
         return placement_of(self.device, self.model) == "low"
+
+    @functools.cached_property
+    def _identity(self) -> tuple[bytes, Weights]:
+        return identity_of(self._model)
 
     @functools.cached_property
     def _model(self) -> ir.Model:
@@ -173,7 +177,11 @@ class StepSessions:
     def rehearsal(self, *, native: bool) -> Rehearsal:
         """Start a process that prepares kernels, or the graph for the runtime."""
         device = dataclasses.replace(self.device, native=native)
-        return Rehearsal(self.model, functools.partial(_rehearse, device, list(self.options.report), self.shapes))
+        content = None
+        if native and self._model is self.model and weight_bytes(self.model) > LARGEST_WEIGHTS:
+            content, _ = self._identity
+        task = functools.partial(_rehearse, device, list(self.options.report), self.shapes)
+        return Rehearsal(self.model, task, content)
 
     def _rehearsed(self, rehearsal: Rehearsal) -> BoundSession | None:
         """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
@@ -195,7 +203,7 @@ class StepSessions:
     def _kept(self) -> Lowered | None:
         """Return the graph with its kernels, if the cache has them."""
         device = self.device
-        return kept_kernels(self._model, threads_of(device.threads), device.product_precision)
+        return kept_kernels(self._model, threads_of(device.threads), device.product_precision, self._identity)
 
     def _bound(self, lowered: Lowered | None) -> BoundSession | None:
         if lowered is None:

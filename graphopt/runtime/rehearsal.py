@@ -36,6 +36,7 @@ class Rehearsal:
         model: the plain graph of one step. It has its weights there unless these are large.
         task: a function that is pickled. Of the graph, it leaves the form in the cache, with its kernels; of the graph
             and the numbers of a step, a note of whether the form computes what the plain graph does.
+        content: the graph without its weights, if that is known.
 
     Attributes:
         is_told: whether the process knows on which numbers to compare the form, or that it is not to.
@@ -44,12 +45,16 @@ class Rehearsal:
         GraphoptError: the process cannot be started.
     """
 
-    def __init__(self, model: ir.Model, task: Callable[[ir.Model, Sample | None], None]) -> None:
+    def __init__(
+        self, model: ir.Model, task: Callable[[ir.Model, Sample | None], None], content: bytes | None = None
+    ) -> None:
         self.is_told, self._failure = False, ""
         self._folder = tempfile.TemporaryDirectory(dir=cache_folder())
         folder = Path(self._folder.name)
-        is_small = weight_bytes(model) <= LARGEST_WEIGHTS
-        (folder / "step.onnx").write_bytes(whole(model) if is_small else skeleton(model)[0])
+        if content is None:
+            is_small = weight_bytes(model) <= LARGEST_WEIGHTS
+            content = whole(model) if is_small else skeleton(model)[0]
+        (folder / "step.onnx").write_bytes(content)
         (folder / "task").write_bytes(pickle.dumps(task))
         try:
             self._process = subprocess.Popen(

@@ -117,8 +117,12 @@ def _compared(
     is_loss = not with_role(model, Role.PREDICTION, Role.SOURCE)
     if is_loss and with_role(model, Role.METRIC):
         raise GraphoptError("the loss is more than the file's own, such as with a penalty")
+    is_low = device.frozen == "low"
+    options = device.new_session_options(optimized=False, low_memory=is_low)
+    if is_low:  # else, kernels of products take copies of the weights
+        options.add_session_config_entry("session.disable_prepacking", "1")
     try:
-        session = device.open(content, device.new_session_options(optimized=False, low_memory=device.frozen == "low"))
+        session = device.open(content, options)
     except Exception as error:
         raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
     for x in session.get_inputs():

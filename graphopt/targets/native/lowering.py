@@ -128,7 +128,7 @@ def lower_to_kernels(
     pieces = pieces_for(chosen_precision(precision))
     rates = kept_rates() if pieces and measures else ()
     options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces, rates)
-    digest, weights = _digest_of(model, options)
+    digest, weights = _digest_of(identity_of(model), options)
     kept = _kept(digest, weights)
     if kept is None or compares_now(digest):
         lowered = _lower_as(digest, model, options)
@@ -155,11 +155,17 @@ def likely_parts(model: ir.Model, pieces: int) -> list[str]:
     return parts_for({node.op_type for node in nodes}, is_low=is_low)
 
 
-def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | None:
-    """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there."""
+def kept_kernels(
+    model: ir.Model, threads: int, precision: str, identity: tuple[bytes, Weights] | None = None
+) -> Lowered | None:
+    """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there.
+
+    Args:
+        identity: what `identity_of` returns for the graph, if that is known.
+    """
     pieces = pieces_for(precision)
     options = KernelOptions((), threads, False, pieces, kept_rates() if pieces else ())
-    digest, weights = _digest_of(model, options)
+    digest, weights = _digest_of(identity or identity_of(model), options)
     kept = _kept(digest, weights)
     if kept is not None and compares_now(digest):
         _check_kept(kept, _lower_as(digest, model, options))
@@ -177,9 +183,9 @@ def _check_kept(kept: Lowered, lowered: Lowered | None) -> None:
         )
 
 
-def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
+def _digest_of(identity: tuple[bytes, Weights], options: KernelOptions) -> tuple[str, Weights]:
     """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
-    content, weights = identity_of(model)
+    content, weights = identity
     machine = f"{multiplies_bfloat16()} {last_cache_bytes()}"
     return code_digest(content.hex(), repr(options), machine, own_version()), weights
 
@@ -201,7 +207,7 @@ def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered |
             convolves = result.counts["convolutions"] > 0
             if convolves and options.rates is None:
                 options = replace(options, rates=measured_rates(begun))
-                digest, _ = _digest_of(model, options)
+                digest, _ = _digest_of(identity_of(model), options)
             code = source(kernels, options.threads, options.pieces, options.rates if convolves else None)
             library = build(code, own_objects, shared_parts, begun)
         content, _ = skeleton(result.model)
