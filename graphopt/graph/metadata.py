@@ -86,6 +86,8 @@ RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only 
 # Of a model of images, in the words of ONNX's documentation, MetadataProps.md: how its pixels are scaled
 PIXEL_RANGE = Text("Image.NominalPixelRange")
 LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
+# Of an input: the names of the columns of the table that trained, a list in JSON; the trained model has it, too
+COLUMN_NAMES = Text("graphopt.column_names")
 # An initializer that an adapter added or replaced, and that trains in place of others
 ADAPTER = Flag("graphopt.is_of_adapter")
 # A weight that is 1 more in the file than in its module, as of Gemma's norms
@@ -147,8 +149,8 @@ def all_of(holder: Holder) -> dict[str, str]:
 
 
 def remove_own(holder: Holder) -> None:
-    """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded by a module's export."""
-    kept = (FROZEN.key, EXPORTED, Derived.KEY)
+    """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded, as by a module's export."""
+    kept = (FROZEN.key, EXPORTED, Derived.KEY, COLUMN_NAMES.key)
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
 
@@ -367,6 +369,8 @@ def forget_description(model: ir.Model) -> None:
     """Remove the notes that only describe a model."""
     for key in _DESCRIBING:
         model.metadata_props.pop(key, None)
+    for value in model.graph.inputs:
+        COLUMN_NAMES.remove(value)
 
 
 def forget_description_of(proto: onnx.ModelProto) -> None:
@@ -374,19 +378,44 @@ def forget_description_of(proto: onnx.ModelProto) -> None:
     for i in reversed(range(len(proto.metadata_props))):
         if proto.metadata_props[i].key in _DESCRIBING:
             del proto.metadata_props[i]
+    forget_column_names_of(proto)
     for tensor in proto.graph.initializer:
         if tensor.external_data:  # a reference
             tensor.ClearField("doc_string")
             tensor.ClearField("metadata_props")
 
 
+def forget_column_names_of(proto: onnx.ModelProto) -> None:
+    """Remove from a model's message the names of the columns that it has trained on."""
+    for value in proto.graph.input:
+        for i in reversed(range(len(value.metadata_props))):
+            if value.metadata_props[i].key == COLUMN_NAMES.key:
+                del value.metadata_props[i]
+
+
 def labels_in(model: ir.Model) -> list[str] | None:
     """Return the names of the classes in a model's metadata, or None."""
-    text = LABELS.read(model)
+    return _names_in(LABELS.read(model))
+
+
+def column_names_in(inputs: Sequence[ir.Value]) -> list[str] | None:
+    """Return the names of the columns that the only one of a model's inputs read when it trained, or None."""
+    return _names_in(COLUMN_NAMES.read(inputs[0])) if len(inputs) == 1 else None
+
+
+def note_column_names(inputs: Sequence[ir.Value], names: Sequence[str]) -> None:
+    """Note the names of columns at the only one of a model's inputs; names that are whole numbers are places."""
+    if len(inputs) == 1:
+        COLUMN_NAMES.remove(inputs[0])
+        if not all(map(str.isdecimal, names)):
+            COLUMN_NAMES.write(inputs[0], json.dumps(list(names)))
+
+
+def _names_in(text: str | None) -> list[str] | None:
     with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
-        labels = json.loads(text or "")
-        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            return labels
+        names = json.loads(text or "")
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
     return None
 
 
