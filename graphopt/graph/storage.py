@@ -40,6 +40,11 @@ MAPPED_FROM = 2**26  # bytes of weights in files beside a model; fewer are read 
 _SNAPSHOTS = "snapshots"  # a folder of models in the cache of Hugging Face
 _PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
+# Endings of files that are neither models, in any form of ONNX, nor checkpoints without an ending of their own
+_OTHER_FORMATS = frozenset(
+    ".arrow .csv .feather .flac .gguf .gz .h5 .html .jpeg .jpg .jsonl .keras .md .mp3 .npy .npz .onnx .onnx_adapter .ort "
+    ".parquet .pdf .pkl .png .pt .pth .py .safetensors .svg .tflite .tsv .txt .wav .xlsx .yaml .yml .zip".split()
+)
 
 Weights = dict[str, ir.TensorProtocol]
 # For a weight, its file, and its offset and length there
@@ -226,7 +231,10 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
 
     Args:
         model: an onnx_ir.Model or an onnx.ModelProto.
-        path: the file to write.
+        path: the file to write, whose ending is not that of another format, such as .npz.
+
+    Raises:
+        GraphoptError: the first argument is no model, or the path is none of a model. Nothing is written.
 
     >>> from graphopt import models
     >>> graphopt.save(models.linear((2,), 1), "model.onnx")
@@ -255,11 +263,16 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
         write_message(proto, path)
 
 
-def path_of_file(path: str | os.PathLike[str], call: str) -> Path:
-    """Return a path that names a file, or raise an error."""
-    path = Path(path)
+def path_of_file(path: str | os.PathLike[str], call: str, example: str = "model.onnx") -> Path:
+    """Return a path to write a file like `example` to, or raise an error: a file of another format may lie there."""
+    given, path = path, Path(path)
     if not path.name:
-        raise GraphoptError(f"{call}: expected the path of a file, found {os.fspath(path)!r}")
+        raise GraphoptError(f"{call}: expected the path of a file, found {os.fspath(given)!r}")
+    ending, own = path.suffix.lower(), Path(example).suffix
+    if ending in _OTHER_FORMATS and ending != own:
+        raise GraphoptError(
+            f"{call}: expected a path such as {example}, found {path}, whose ending is another format's: end it in {own}"
+        )
     return path
 
 
