@@ -36,6 +36,14 @@ WARNED = [
         f"{NPZ}train.npz fit.checkpoint.best=acuracy",
         "checkpoint.best: unknown measure 'acuracy', nearest: 'accuracy'; .*",
     ),
+    (
+        f"{NPZ}train.npz callbacks.early_stopping={{monitor:validation_loss,mode:max}}",
+        r"EarlyStopping\(monitor='validation_loss', mode='max'\): a smaller value is better, .*: leave mode out",
+    ),
+    (
+        f"{NPZ}train.npz callbacks.early_stopping={{monitor:accuracy,mode:min}}",
+        r"EarlyStopping\(monitor='accuracy', mode='min'\): a larger value is better, .*: leave mode out",
+    ),
 ]
 
 
