@@ -290,7 +290,7 @@ def test_what_was_used_longest_ago_leaves_a_full_cache(cache, monkeypatch):
         write_cached(name, bytes(600))
     (cache / "work").mkdir()
     for age, name in enumerate([*names[:3], "work"], start=2):
-        os.utime(cache / name, 2 * [time.time() - age * day])
+        os.utime(cache / name, (0, time.time() - age * day))
     assert read_cached("c.o") == bytes(600)  # the oldest, until it is used again
     cached.trim()
     assert {path.name for path in cache.iterdir()} == {"a.so", "a.so.sum", "c.o", "c.o.sum", "new.so", "new.so.sum", "work"}
