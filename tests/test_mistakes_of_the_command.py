@@ -144,6 +144,18 @@ def test_what_hardly_anyone_means_has_a_warning_of_one_line(
     assert re.fullmatch(f"graphopt: warning: {answer}\n", said), said
 
 
+@pytest.mark.parametrize("name", ["Übung/мои данные.npz", "a&b #1!.npz", "it's.npz"])
+def test_names_of_files_may_have_any_letters(name: str, tmp_path: Path) -> None:
+    """Hydra's grammar has ASCII alone; a quote is quoted, as the error says."""
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(Path("train.npz").read_bytes())
+    value = f'"{file}"' if "'" in name else str(file)
+    given = ["my.onnx", "data=npz", f"data.path={value}", "fit.epochs=1"]
+    assert cli.main([*given, f"folder={tmp_path / 'ö'}"]) == 0
+    assert cli.main(["evaluate", f"folder={tmp_path / 'ö'}"]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "target"),
     [
