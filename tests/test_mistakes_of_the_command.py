@@ -25,8 +25,8 @@ NPZ = "my.onnx data=npz data.path="
 
 WARNED = [
     (
-        f"{NPZ}train.npz fit.batch_size=5000",
-        "batch_size=5000: more than the 160 rows that train, .* such as 16",
+        f"{NPZ}train.npz fit.batch_size=5000000000000",
+        "batch_size=5000000000000: more than the 160 rows that train, .* such as 16",
     ),
     (
         "loss=mean_squared_error data=npz data.path=train.npz",
@@ -35,6 +35,10 @@ WARNED = [
     (
         f"{NPZ}train.npz fit.checkpoint.best=acuracy",
         "checkpoint.best: unknown measure 'acuracy', nearest: 'accuracy'; .*",
+    ),
+    (
+        "model=mlp loss=mean_squared_error data=csv data.path=index.csv",
+        r"index.csv: a column without a name is a feature: pandas writes an index so, .*; data.features=\[...\] names .*",
     ),
     (
         f"{NPZ}train.npz callbacks.early_stopping={{monitor:validation_loss,mode:max}}",
@@ -80,11 +84,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "empty.csv": "",
         "book.xlsx": "PK\x03\x04",
         "bad.parquet": "PAR1",
+        "index.csv": f",a,b,target\n{''.join(f'{i},{line}' for i, line in enumerate(rows.splitlines(keepends=True)))}",
+        "pointer.csv": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "pointer.onnx": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "page.onnx": "<!DOCTYPE html><title>Not found</title>",
+        "page.npz": "<html>",
         "lines.jsonl": '{"text": "a b"}\n{"text": \n',
     }
     for name, text in texts.items():
         (here / name).write_text(text)
     np.save(here / "array.npy", x)
+    (here / "dangling.onnx").symlink_to("nowhere.onnx")
     graphopt.save(models.mlp((1, 8, 8), 10, hidden=[8]), here / "my.onnx")
     graphopt.save(models.linear((2,), 1), here / "linear.onnx")
     step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))

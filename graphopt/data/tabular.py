@@ -45,6 +45,12 @@ def of_columns(
     if columns is not None and isinstance(features, Mapping):
         raise GraphoptError(f"{path}: expected one input of columns, found features of {', '.join(features)}")
     wanted = {} if columns is None else check_description(columns)
+    if features is None and "" in others:
+        warnings.warn(
+            f"{path}: a column without a name is a feature: pandas writes an index so, without to_csv(index=False); "
+            f"{option(path, 'features', ['...'])} names the features",
+            stacklevel=2,
+        )
     if features is None:
         features = others if columns is None else named_in(wanted, others)
     only = None if isinstance(features, Mapping) else FEATURES

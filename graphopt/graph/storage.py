@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError, Message
 
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, line
-from graphopt.files import replacing
+from graphopt.files import foreign_content, replacing
 from graphopt.graph import metadata
 from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
@@ -311,7 +311,9 @@ def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlace
     except OSError as error:
         raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
     except _UNREADABLE as error:
-        raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
+        known = foreign_content(path)
+        found = f"another file ({line(error)})" if known is None else ": ".join(known)
+        raise GraphoptError(f"{path}: expected an ONNX model, found {found}") from error
 
 
 def _read_external(proto: onnx.ModelProto, folder: Path) -> WeightPlaces:

@@ -94,7 +94,7 @@ def check_format(file: str) -> None:
 def nearest_file(missing: str, ending: str) -> str | None:
     """Return the path of the file with an ending whose name is nearest to that of a missing one, or None."""
     place = Path(missing)
-    near = nearest(place.stem, sorted(file.stem for file in place.parent.glob(f"*{ending}")))
+    near = nearest(place.stem, sorted(file.stem for file in place.parent.glob(f"*{ending}") if file.exists()))
     return near and str(place.with_name(f"{near}{ending}"))
 
 
@@ -376,6 +376,8 @@ class Recipe:
         if name in models:
             return
         check_format(name)
+        if not Path(name).exists() and Path(name).is_symlink():
+            raise GraphoptError(f"{name}: expected a file, found a link to {os.readlink(name)}, which is missing")
         if not Path(name).exists():
             meant = [nearest(Path(name).stem, models), nearest_file(name, ".onnx")]
             if name.endswith(".onnx"):
