@@ -38,7 +38,7 @@ WARNED = [
     ),
     (
         "model=mlp loss=mean_squared_error data=csv data.path=index.csv",
-        r"index.csv: a column without a name is a feature: pandas writes an index so, .*; data.features=\[...\] names .*",
+        r"index.csv: a column without a name is a feature: pandas writes an index so, .*; data.features=\[...\] .*",
     ),
     (
         f"{NPZ}train.npz callbacks.early_stopping={{monitor:validation_loss,mode:max}}",

@@ -293,7 +293,15 @@ def test_what_was_used_longest_ago_leaves_a_full_cache(cache, monkeypatch):
         os.utime(cache / name, (0, time.time() - age * day))
     assert read_cached("c.o") == bytes(600)  # the oldest, until it is used again
     cached.trim()
-    assert {path.name for path in cache.iterdir()} == {"a.so", "a.so.sum", "c.o", "c.o.sum", "new.so", "new.so.sum", "work"}
+    assert {path.name for path in cache.iterdir()} == {
+        "a.so",
+        "a.so.sum",
+        "c.o",
+        "c.o.sum",
+        "new.so",
+        "new.so.sum",
+        "work",
+    }
 
 
 @pytest.mark.slow

@@ -419,7 +419,11 @@ def test_plain_columns_are_read_by_name(ending: str, capsys: pytest.CaptureFixtu
     run(f"data={ending}", f"data.path={train}", "loss=cross_entropy", "model=mlp")
     found = {}
     for source, of in {train: "run", new: "run", "of the file": "run/trained.onnx"}.items():
-        named = ["folder=run", f"data.path={source}"] if of == "run" else [of, f"data={ending}", f"data.path={new}", "folder=own"]
+        named = (
+            ["folder=run", f"data.path={source}"]
+            if of == "run"
+            else [of, f"data={ending}", f"data.path={new}", "folder=own"]
+        )
         assert cli.main(["predict", *named, *["data.target=null"] * (source != train)]) == 0
         found[source] = np.load("own/predictions.npz" if of != "run" else "run/predictions.npz")["y"]
     np.testing.assert_allclose(found[new], found[train], rtol=1e-4, atol=1e-4)

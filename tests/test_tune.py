@@ -461,7 +461,9 @@ def test_probabilities_beside_each_other_are_no_logits(tmp_path: Path, capsys: p
     y = np.where(x.sum(axis=1) > 0, "yes", "no")
     onx = skl2onnx.to_onnx(MLPClassifier((4,), max_iter=20).fit(x, y), x[:1], options={"zipmap": False})
     (tmp_path / "t.onnx").write_bytes(onx.SerializeToString())
-    (tmp_path / "t.csv").write_text("\n".join(["a,b,target", *(f"{a},{b},{c}" for (a, b), c in zip(x, y, strict=True))]))
+    (tmp_path / "t.csv").write_text(
+        "\n".join(["a,b,target", *(f"{a},{b},{c}" for (a, b), c in zip(x, y, strict=True))])
+    )
     tuned(tmp_path / "t.onnx", tmp_path / "t.csv", f"folder={tmp_path / 'run'}", "fit.epochs=1")
     assert "expects logits" not in capsys.readouterr().err
     assert "from_logits: false" in (tmp_path / "run" / "config.yaml").read_text()

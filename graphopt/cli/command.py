@@ -121,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     parser = _Parser(prog="graphopt", add_help=False, allow_abbrev=False)
     option, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     option("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")

@@ -271,7 +271,8 @@ class _Column:
         mend = other_shape(list(shape)[1:], found, self.name, are_pictures=self._is_picture) or mend
         if self._table is not None and self._table.names and len(static) == len(found) == 1:
             ways = option(self._table.source, "features", ["..."])
-            mend = f", of the columns {some([name or repr(name) for name in self._table.names], 10)}: {ways} names those that the model takes"
+            named = some([name or repr(name) for name in self._table.names], 10)
+            mend = f", of the columns {named}: {ways} names those that the model takes"
         if self._is_text and len(static) == len(found) == 1:
             mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"
             if self._is_target:

@@ -149,7 +149,7 @@ def all_of(holder: Holder) -> dict[str, str]:
 
 
 def remove_own(holder: Holder) -> None:
-    """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded, as by a module's export."""
+    """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded."""
     kept = (FROZEN.key, EXPORTED, Derived.KEY, COLUMN_NAMES.key)
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]

@@ -41,9 +41,10 @@ _SNAPSHOTS = "snapshots"  # a folder of models in the cache of Hugging Face
 _PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 # Endings of files that are neither models, in any form of ONNX, nor checkpoints without an ending of their own
-_OTHER_FORMATS = frozenset(
-    ".arrow .csv .feather .flac .gguf .gz .h5 .html .jpeg .jpg .jsonl .keras .md .mp3 .npy .npz .onnx .onnx_adapter .ort "
-    ".parquet .pdf .pkl .png .pt .pth .py .safetensors .svg .tflite .tsv .txt .wav .xlsx .yaml .yml .zip".split()
+_OTHER_FORMATS = (
+    *(".arrow", ".csv", ".feather", ".jsonl", ".npy", ".npz", ".parquet", ".tsv", ".txt", ".xlsx", ".yaml", ".yml"),
+    *(".gguf", ".h5", ".keras", ".onnx", ".onnx_adapter", ".ort", ".pkl", ".pt", ".pth", ".safetensors", ".tflite"),
+    *(".flac", ".gz", ".html", ".jpeg", ".jpg", ".md", ".mp3", ".pdf", ".png", ".py", ".svg", ".wav", ".zip"),
 )
 
 Weights = dict[str, ir.TensorProtocol]
@@ -271,7 +272,8 @@ def path_of_file(path: str | os.PathLike[str], call: str, example: str = "model.
     ending, own = path.suffix.lower(), Path(example).suffix
     if ending in _OTHER_FORMATS and ending != own:
         raise GraphoptError(
-            f"{call}: expected a path such as {example}, found {path}, whose ending is another format's: end it in {own}"
+            f"{call}: expected a path such as {example}, found {path}, whose ending is another format's: end it in "
+            f"{own}"
         )
     return path
 

@@ -41,8 +41,8 @@ class Monitor(Callback, ABC):
         monitor: the measure of an epoch to follow, such as `validation_loss`, `accuracy` or `loss`.
         patience: the number of epochs without an improvement after which to act.
         min_delta: the amount by which the measure has to be better than the best so far.
-        mode: `min` if less is better, `max` if more is; `auto` decides by the name. A mode against a name that says which
-            is better, such as `max` for a loss, is obeyed, as by Keras, with a warning.
+        mode: `min` if less is better, `max` if more is; `auto` decides by the name. A mode against the name, such as
+            `max` for a loss, is obeyed, as by Keras, with a warning.
     """
 
     monitor: str = "validation_loss"
@@ -60,8 +60,9 @@ class Monitor(Callback, ABC):
         larger = larger_is_better(self.monitor)
         if self.mode == ("min" if larger else "max") and larger != ("loss" in self.monitor.lower()):
             warnings.warn(
-                f"{type(self).__name__}(monitor={self.monitor!r}, mode={self.mode!r}): a {'larger' if larger else 'smaller'} "
-                "value is better, and this mode takes the worst epoch for the best: leave mode out",
+                f"{type(self).__name__}(monitor={self.monitor!r}, mode={self.mode!r}): a "
+                f"{'larger' if larger else 'smaller'} value is better, and this mode takes the worst epoch for the best: "
+                "leave mode out",
                 stacklevel=3,
             )
         self._larger = self.mode == "max" or (self.mode == "auto" and larger)
