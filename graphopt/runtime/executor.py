@@ -52,8 +52,7 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model.
-        inputs: an array for each input, by name. Those with an initial value, as the state of a training graph, may be
-            left out.
+        inputs: an array for each input, by name; those with an initial value, as of state, may be left out.
         threads: the number of threads per operator.
 
     Raises:

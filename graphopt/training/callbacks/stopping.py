@@ -61,8 +61,8 @@ class Monitor(Callback, ABC):
         if self.mode == ("min" if larger else "max") and larger != ("loss" in self.monitor.lower()):
             warnings.warn(
                 f"{type(self).__name__}(monitor={self.monitor!r}, mode={self.mode!r}): a "
-                f"{'larger' if larger else 'smaller'} value is better, and this mode takes the worst epoch for the best: "
-                "leave mode out",
+                f"{'larger' if larger else 'smaller'} value is better, and this mode takes the worst epoch for the "
+                "best: leave mode out",
                 stacklevel=3,
             )
         self._larger = self.mode == "max" or (self.mode == "auto" and larger)
