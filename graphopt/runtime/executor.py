@@ -52,11 +52,11 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model.
-        inputs: an array for each input, by name; those with an initial value, as of state, may be left out.
+        inputs: an array for each input, by name; state has an initial value, and may be left out.
         threads: the number of threads per operator.
 
     Raises:
-        GraphoptError: no ONNX Runtime is installed, it has no kernel for an operator, or an input is missing or unknown.
+        GraphoptError: no ONNX Runtime is installed, it lacks a kernel for an operator, an input is unknown or missing.
 
     >>> import numpy
     >>> from graphopt import models
