@@ -56,7 +56,7 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
         threads: the number of threads per operator.
 
     Raises:
-        GraphoptError: no ONNX Runtime is installed, it lacks a kernel for an operator, an input is unknown or missing.
+        GraphoptError: no ONNX Runtime is installed, or has no kernel for an operator; an input is missing or unknown.
 
     >>> import numpy
     >>> from graphopt import models
