@@ -29,7 +29,10 @@ from passes.weights.initializers import register
 
 __all__ = ["Calibration", "Platt", "Temperature", "VarianceScaling", "VectorScaling"]
 
-_PASSING = {"Cast", "Clip", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_PASSING = {
+    *("Cast", "Clip", "DequantizeLinear", "Flatten", "Identity", "Log", "QuantizeLinear"),
+    *("Reshape", "Squeeze", "Transpose", "Unsqueeze"),
+}
 _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax")
 _BESIDE = ("mean", "mutual_information", "variance")  # called OUTPUT.KIND; the first of others is KIND
 _FROM_ONE = 1e-3  # of a sum of probabilities, by rounding
@@ -186,7 +189,8 @@ class OfClasses(Learning):
         """Return the pass that knows from the rows whether an output whose origin is unknown holds logits.
 
         Raises:
-            GraphoptError: one number for each row is between 0 and 1, as some logits are.
+            GraphoptError: one number for each row is between 0 and 1, as some logits are; or all rows sum to another
+                number than 1, such as percentages.
         """
         scores = self.scores(model)
         if self.from_logits is not None or scores.logits is not scores.output or scores.noted is not None:
@@ -197,7 +201,14 @@ class OfClasses(Learning):
                 f"expected from_logits=true or false, since {scores.output.name!r} is between 0 and 1 in all rows, as "
                 "probabilities and some logits are, found null: set it"
             )
-        return replace(self, from_logits=scores.is_binary or not are_probabilities(y))
+        is_rate = not scores.is_binary and are_probabilities(y)
+        sums = y.sum(-1)
+        if not is_rate and y.ndim > 1 and y.min() >= 0 < sums.min() and np.ptp(sums) <= _FROM_ONE * sums[0]:
+            raise self.wrong(
+                f"expected logits, or probabilities that sum to 1, found that each row of {scores.output.name!r} sums "
+                f"to {sums[0]:g}: divide by it, or set from_logits"
+            )
+        return replace(self, from_logits=not is_rate)
 
     def scores(self, model: ir.Model) -> Scores:
         """Return the output whose classes have probabilities."""

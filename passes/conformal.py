@@ -80,38 +80,38 @@ class PredictionSet(OfClasses, _Conformal):
         known = self.looked_at(model, on_rows)
         with Emitter(model) as op:
             p = known.scores(model).emit_probabilities(op)
-            y = op.Identity(self._scores(op, p), _outputs=["set.scores"])
-        scores, targets = on_rows(y)
-        numbers = self.class_numbers(targets, scores.shape[1])
-        own = np.take_along_axis(scores, numbers[:, None], axis=1)[:, 0]
+            y = op.Identity(self._likelihoods(op, p), _outputs=["set.likelihoods"])
+        likelihoods, targets = on_rows(y)
+        numbers = self.class_numbers(targets, likelihoods.shape[1])
+        own = self._largest - np.take_along_axis(likelihoods, numbers[:, None], axis=1)[:, 0]
         if not self.by_class:
             return replace(known, threshold=(self.threshold_of(own),))
-        of_classes = (self.threshold_of(own[numbers == c], f" of class {c}") for c in range(scores.shape[1]))
+        of_classes = (self.threshold_of(own[numbers == c], f" of class {c}") for c in range(likelihoods.shape[1]))
         return replace(known, threshold=tuple(of_classes))
 
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         scores = self.scores(model)
         self.check_count("threshold", 1, 2 if scores.is_binary else dims_of(scores.output)[1])
-        p, most = scores.emit_probabilities(op), np.array(self.threshold)
-        most += 8 * epsilon(p) * np.abs(most)  # rounding leaves no class out
-        if self.score == "lac":
-            return scores.output, {"probability": p, "set": op.Not(op.Less(p, op.constant(-most, like=p)))}
-        outside = op.Greater(self._scores(op, p), op.constant(most, like=p))
+        p, least = scores.emit_probabilities(op), self._largest - np.array(self.threshold)
+        least -= 8 * epsilon(p) * (np.abs(least) if self.score == "lac" else 1.0)  # rounding leaves no class out
+        outside = op.Less(self._likelihoods(op, p), op.constant(least, like=p))
         return scores.output, {"probability": p, "set": op.Not(outside)}  # of NaN, every class
 
-    def _scores(self, op: Emitter, p: ir.Value) -> ir.Value:
-        """Emit the score of each class: the smaller, the more likely."""
+    @property
+    def _largest(self) -> float:
+        """Return the score of a class of likelihood 0."""
+        return 0.0 if self.score == "lac" else 1.0
+
+    def _likelihoods(self, op: Emitter, p: ir.Value) -> ir.Value:
+        """Emit for each class what its score is below the largest."""
         if self.score == "lac":
-            return -p
-        count = op.shape_of(p, 1)
-        falling, order = op.TopK(p, count, axis=1, _outputs=2)
-        sums = op.CumSum(falling, 1)
-        sums = sums / op.ReduceMax(sums, [1])  # the last one is the same number in each row
-        _, place = op.TopK(order, count, axis=1, largest=0, _outputs=2)  # of each class in the order
-        sums = op.GatherElements(sums, place, axis=1)
-        if self.score == "aps":
-            return sums
-        return sums + self.penalty * op.Max(op.Cast(place + 1 - self.rank, to=p.dtype), 0.0)
+            return p
+        falling, order = op.TopK(p, op.shape_of(p, 1), axis=1, _outputs=2)
+        less_likely = op.CumSum(falling, 1, reverse=1) - falling  # of the least likely class, 0 in each row
+        if self.score == "raps":
+            rank = op.Range(1, op.Squeeze(op.shape_of(p, 1)) + 1, 1)
+            less_likely = less_likely - self.penalty * op.Max(op.Cast(rank - self.rank, to=p.dtype), 0.0)
+        return op.ScatterElements(less_likely, order, less_likely, axis=1)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from graphopt.graph.declarations import find_ranks, forget
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.encoders import detach_encoders, string_inputs
 from graphopt.graph.limits import check_constants
-from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, original_name
+from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, Derived, original_name
 from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.origins import Origin
@@ -172,7 +172,8 @@ class Normalize(Pass):
                 classical.freeze_preprocessing(model)
             rewrite(model, [classical.LOGISTIC])
         outputs = model.graph.outputs
-        labels = [y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))]
+        of_rows = [y for y in outputs if not is_floating(y) and not Derived.is_on(y)]  # a set is no label
+        labels = [y for y in of_rows if is_classical or y.dtype == ir.DataType.STRING]
         if labels:
             detach_outputs(model, labels, is_floating, Role.SOURCE if any(map(is_floating, outputs)) else None)
         set_aside(model, read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -15,7 +16,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import constant_of, dims_of, dtype_of, given, like, may_be_alike, name_of, rank
+from graphopt.graph.values import constant_of, dtype_of, given, like, may_be_alike, name_of, rank
 from graphopt.intervals import within
 from passes.calibration import OfClasses, OnRows, Scores, wide
 from passes.gradients.rules.control_flow import scan_over
@@ -141,7 +142,8 @@ class LastLayerLaplace(OfClasses):
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         logits, x, weight, features = self._layer(model)
         found, outputs = [np.shape(factor) for factor in self.factors or ()], weight.shape[1]
-        groups, inputs = (outputs, len(weight)) if self.structure == "full" else (1, features)  # of directions
+        is_full = self.structure == "full"
+        groups, inputs = (outputs, len(weight)) if is_full else (1, features)  # of directions
         count = found[0][1] // groups if found and len(found[0]) == 2 else inputs
         due = [(features, outputs), (outputs,)]
         if self.structure != "diag":
@@ -149,23 +151,21 @@ class LastLayerLaplace(OfClasses):
         if found != due:
             raise self.wrong(f"factors: expected arrays of shapes {due}, found {found}")
         y, x, logits = self.own_output(model), wide(op, x), wide(op, logits)
-        first, *moves, variance = (self.number(model, f"{y.name}.laplace", factor, x) for factor in self.factors or ())
-        if not moves:
-            variance = op.Gemm(x * x, first, variance)
+        first, *weights, added = map(np.asarray, self.factors or ())
+        if is_full and len(weights) > 1:  # a difference to all of x^2, which would cancel in float32
+            x, (kept, mean) = op.Cast(x, to=ir.DataType.DOUBLE), weights
+            weights[0], added = np.where(kept, kept - mean, 0.0), added + (inputs - features) * mean
+        numbers = functools.partial(self.number, model, f"{y.name}.laplace", like=x)
+        if not weights:
+            variance = op.Gemm(x * x, numbers(first), numbers(added))
         else:
-            x = op.Pad(x, [0, 0, 0, 1], op.constant(1.0, like=x)) if inputs > features else x
-            moved = op.MatMul(x, first)
-            variance = op.Gemm(moved * moved, moves[0], variance)
-        for mean in moves[1:]:  # a sum of squares: a difference to all of x^2 cancels
-            if groups == 1:
-                rest = op.ReduceSumSquare(op.Gemm(moved, first, x, alpha=-1.0, transB=1), [1])
-            else:
-                near = op.Transpose(op.Reshape(moved, [0, groups, -1]), perm=[1, 0, 2])
-                far = x - op.MatMul(near, op.Transpose(op.Reshape(first, [0, groups, -1]), perm=[1, 2, 0]))
-                rest = op.Transpose(op.ReduceSumSquare(far, [2], keepdims=0))
-            variance = variance + rest * mean
-        if len(dims_of(logits)) == 1:
-            variance = op.Squeeze(variance, [1])
+            directions = numbers(first[:features])
+            moved = op.Gemm(x, directions, *map(numbers, first[features:]))
+            variance = op.Gemm(moved * moved, numbers(weights[0]), numbers(added))
+            for mean in weights[1:]:
+                rest = x if is_full else op.Gemm(moved, directions, x, alpha=-1.0, transB=1)
+                variance = op.Gemm(op.ReduceSumSquare(rest, [1]), numbers(mean[None]), variance)
+            variance = op.cast(variance, logits.dtype)
         if self.task == "regression":
             return y, {"variance": variance}
         scaled = like(logits / op.Sqrt(1 + (np.pi / 8) * variance), logits)
@@ -190,9 +190,9 @@ class LastLayerLaplace(OfClasses):
             is_scaled = any(node.attributes.get_float(name, 1.0) != 1 for name in ("alpha", "beta"))
             weight = None if turns_x or is_scaled else weight
             weight = weight.T if weight is not None and turned else weight
-        if node is None or weight is None or (weight.ndim, rank(y)) not in ((2, 1), (2, 2)):
+        if node is None or weight is None or (weight.ndim, rank(y)) != (2, 2):
             raise self.wrong(
-                f"expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight, found "
+                f"expected {name_of(y)!r} to come out of a Gemm or MatMul with a constant weight [F, C], found "
                 f"{kind or 'none'}: name an output of such a layer"
             )
         features, outputs = weight.shape

@@ -321,6 +321,19 @@ SURE = [
         ("coverage_over_splits", "(len(scores) + 1) * (1 - self.alpha)", "len(scores) * (1 - self.alpha)"),
         ("kth_smallest_excess", '"upper": high + margin', '"upper": high - margin'),
         ("sets_are_those", "if not self.by_class", "if self.by_class"),
+        ("sets_are_those", "reverse=1) - falling", "reverse=1)"),
+        ("sets_are_those", "op.ScatterElements(less_likely, order, less_likely, axis=1)", "less_likely"),
+    ),
+    *of(
+        "graphopt/training/calibrate.py",
+        "calibration",
+        ("numbers_that_the_file", "return relabelled(data, names, data.source)", "return data"),
+        ("may_be_others", "{*names} & {*map(str, range(len(names)))}", "set()"),
+    ),
+    *of(
+        "graphopt/graph/inference.py",
+        "executor",
+        ("are_one_value", "with interface_kept(extracted), protect", "with protect"),
     ),
     *of(
         "graphopt/cli/rows.py",
@@ -346,6 +359,7 @@ SURE = [
             "np.ones((len(x), len(weight) - x.shape[1]))",
             "np.zeros((len(x), len(weight) - x.shape[1]))",
         ),
+        ("not_certain", "to=ir.DataType.DOUBLE", "to=ir.DataType.FLOAT"),
         ("all_masks", "ratio_of(node), at[0],", "ratio_of(node), at[0] * 0,"),
         ("prior_makes", "(precision + found)).sum()) / square", "(precision + found)).sum() + 1) / square"),
     ),

@@ -115,6 +115,24 @@ def test_loss_comes_first_and_scalars_are_numbers(executor):
     assert outputs["y"].shape == (8, 3)
 
 
+def test_two_outputs_that_are_one_value_keep_their_names():
+    """`trained` gave both the second's name, in an invalid file, and `evaluate` and `predict` had no first."""
+    text = "g (float[N,4] x) => (float[N,3] y, float[N,3] z) { y = MatMul(x, w) z = Identity(y) }"
+    proto = model(text, w=np.eye(4, 3, dtype=np.float32))
+    executor = graphopt.Executor(
+        graphopt.compile(proto, loss=passes.CrossEntropy(output="y"), optimizer=passes.SGD(0.1))
+    )
+    feeds = {"x": np.eye(4, dtype=np.float32), "target": np.array([0, 1, 2, 0])}
+    for found in (
+        executor.predict(x=feeds["x"]),
+        executor.evaluate(feeds),
+        execute(executor.trained(), {"x": feeds["x"]}),
+    ):
+        np.testing.assert_array_equal(found["y"], np.eye(4, 3))
+        np.testing.assert_array_equal(found["z"], found["y"])
+    onnx.checker.check_model(executor.trained(), full_check=True)
+
+
 def test_the_batch_is_dynamic_and_what_was_returned_stays(executor):
     first = executor.step(x=X, target=T)["y"]
     kept = first.copy()

@@ -249,6 +249,30 @@ def test_fit_and_evaluate_compute_metrics_of_held_out_rows() -> None:
         graphopt.evaluate(executor, held_out, metrics=[loss])
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        passes.CrossEntropy(sample_weight=True),
+        passes.CrossEntropy(class_weights=(1.0, 10.0, 0.1)),
+        passes.CrossEntropy(ignore_index=0),
+    ],
+    ids=["rows", "classes", "ignored"],
+)
+def test_the_loss_of_rows_does_not_depend_on_the_batches_of_an_evaluation(loss: passes.CrossEntropy) -> None:
+    """A mean of the means of batches would count rows without a weight, and forget weights in batches of one row."""
+    random = np.random.default_rng(0)
+    data = {"x": random.standard_normal((40, 3)).astype(np.float32), "target": np.arange(40) // 14}
+    if loss.sample_weight:
+        data["sample_weight"] = np.where(np.arange(40) < 10, 0, random.uniform(0, 3, 40)).astype(np.float32)
+    steps = {"optimizer": passes.SGD(0.1), "regularizer": passes.L2(0.1)}
+    executor = graphopt.Executor(graphopt.compile(mlp((3, 8, 3)), loss=loss, **steps))
+    found = [graphopt.evaluate(executor, data, metrics=[], batch_size=rows) for rows in (16, 1)]
+    expected = executor.evaluate(data)
+    for measured in found:
+        assert measured["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert measured["data_loss"] == pytest.approx(expected["data_loss"], rel=1e-5)
+
+
 def test_each_target_has_the_metrics_of_its_task() -> None:
     random = np.random.default_rng(0)
     two = model(

@@ -6,6 +6,7 @@ rounds everything, so both run.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import messages
@@ -135,6 +136,36 @@ def test_inference_is_the_models_own(network: str) -> None:
     found = executor.predict(feeds)
     for name, value in expected.predict(feeds).items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gelu_of_an_opset_without_it_is_written_out_again() -> None:
+    """Without the casts of training, values have other types, which the operators of a Gelu need."""
+    text = """g (float[N,4] x) => (float[N,3] y) {
+        h = MatMul(x, w)\n d = Div(h, root)\n e = Erf(d)\n f = Add(e, one)\n k = Mul(h, f)\n a = Mul(k, half)
+        y = MatMul(a, v)
+    }"""
+    weights = {"w": RNG.standard_normal((4, 5)), "v": RNG.standard_normal((5, 3))}
+    numbers = {"root": np.array(2**0.5), "one": np.array(1.0), "half": np.array(0.5)}
+    proto = model(text, opset=17, **weights, **numbers)
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), **SCALED}
+    executor = graphopt.Executor(graphopt.compile(proto, **steps))
+    trained = executor.trained()
+    onnx.checker.check_model(trained, full_check=True)
+    assert [(x.domain, x.version) for x in trained.opset_import] == [("", 17)]
+    np.testing.assert_allclose(graphopt.run(trained, {"x": X})["y"], graphopt.run(proto, {"x": X})["y"], rtol=1e-5)
+
+
+def test_hosts_predict_without_the_casts_of_training(tmp_path: Path) -> None:
+    """The forms of a target, here of a Gelu's Erf, need the types of values that training casts."""
+    proto = model(
+        "g (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w)\n a = Gelu(h)\n y = MatMul(a, v) }",
+        w=RNG.standard_normal((4, 5)),
+        v=RNG.standard_normal((5, 3)),
+    )
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1), **SCALED)
+    graphopt.export_hosts(step, tmp_path, target="webgpu")
+    predict = onnx.load(tmp_path / "predict.onnx")
+    assert onnx.TensorProto.FLOAT16 not in {x.type.tensor_type.elem_type for x in predict.graph.value_info}
 
 
 def test_frozen_weights_stay_float32_in_the_trained_model() -> None:

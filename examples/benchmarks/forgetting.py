@@ -24,10 +24,10 @@ from graphopt import data, models
 SEEDS = 3
 EWC = (1e1, 1e2, 1e3, 1e4)
 L2 = (1e-2, 1e-1, 1e0, 1e1)
-LWF = (0.5, 0.8, 0.95, 0.99)
+LWF = (0.1, 0.2, 0.35, 0.5, 0.8, 0.95)
 REPLAY = (0.1, 0.5)
 AVALANCHE_EWC = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
-AVALANCHE_LWF = (1.0, 5.0, 20.0, 100.0, 500.0)
+AVALANCHE_LWF = (1e0, 1e1, 1e2, 1e3, 1e4, 1e5)
 
 
 def accuracy(network: Any, rows: dict[str, np.ndarray], digits: range) -> float:

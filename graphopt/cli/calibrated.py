@@ -27,7 +27,7 @@ from graphopt.graph.values import name_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import scatter_chart
 from graphopt.moments import row_index
-from graphopt.training.calibrate import calibrate
+from graphopt.training.calibrate import calibrate, numbered
 from graphopt.training.evaluation import predict
 from graphopt.training.metrics import CalibrationError, Metrics
 
@@ -47,6 +47,7 @@ def write_calibrated(trained: Trained, console: Console) -> Path:
         model = load(trained.executor().trained(), limits=recipe.limits)
     else:
         model = recipe.model(trained.model)
+    data = numbered(data, model)
     calibrated = calibrate(model, data, *passes, allow_nan=trained.batches["allow_nan"])
     outputs = {"before": _outputs(model, trained, data)}
     spec, derived = _spec(model, step, calibrated, passes, outputs["before"])

@@ -137,15 +137,26 @@ def _of_tuple(data: tuple[object, ...], wanted: Mapping[str, ir.Value] | None) -
         raise GraphoptError(f"data: expected (X, y) or (X, y, sample_weight), found ({found})")
     inputs, labels = _of_features(data[0], wanted), None
     target: Any = _as_array("y", data[1])
-    if target.dtype.kind in "UST" or (
-        target.dtype == object and all(isinstance(x, str) for x in np.asarray(target).flat)
-    ):
-        names, target = np.unique(np.array(target.tolist(), str), return_inverse=True)
-        labels = tuple(map(str, names))
+    if is_text(target):
+        labels, target = by_name(target)
     arrays = {**inputs.arrays, TARGET: _numeric("y", target)}
     if len(data) == 3:
         arrays[WEIGHT] = _numeric("sample_weight", data[2])
     return replace(inputs, arrays=arrays, classes=None if labels is None else len(labels), labels=labels)
+
+
+def is_text(array: Array) -> bool:
+    """Return whether an array holds strings."""
+    return array.dtype.kind in "UST" or (
+        array.dtype == object and all(isinstance(x, str) for x in np.asarray(array).flat)
+    )
+
+
+def by_name(target: Array) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names of classes, sorted, and the number of that of each row."""
+    texts: Any = np.asarray(target)
+    names, numbers = np.unique(np.array(texts.tolist(), str), return_inverse=True)
+    return tuple(map(str, names)), numbers
 
 
 def _of_features(data: object, inputs: Mapping[str, ir.Value] | None) -> Dataset:
@@ -182,8 +193,7 @@ def _numeric(name: str, data: object) -> Array:
 def _numbers_or_texts(name: str, data: object) -> Array:
     """Return an array of numbers or of strings, or raise an error."""
     array = _as_array(name, data)
-    is_text = array.dtype == object and all(isinstance(x, str) for x in np.asarray(array).flat)
-    return array if array.ndim and (is_text or array.dtype.kind in "UT") else _numeric(name, array)
+    return array if array.ndim and array.dtype.kind != "S" and is_text(array) else _numeric(name, array)
 
 
 @checked()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import add_note
+from graphopt.graph.metadata import add_note, labels_in
 from graphopt.graph.roles import Role, TargetSpec, with_role
-from graphopt.graph.values import dims_of, rank
+from graphopt.graph.values import constant_of, dims_of, rank
 
 LABEL, PROBABILITIES = "label", "probabilities"  # as skl2onnx names them
 
@@ -67,6 +67,27 @@ def named_classes(op: Emitter, code: ir.Value, names: Sequence[str] | np.ndarray
         return op.Gather(op.Constant(value=ir.tensor([str(label) for label in classes])), code)
     whole = classes.dtype.kind in "biu" or (classes == np.round(classes)).all()
     return op.Gather(op.constant(classes.astype(np.int64 if whole else np.float64)), code)
+
+
+def class_names(model: ir.Model) -> list[str] | None:
+    """Return the names of a model's classes: noted, or an attribute or a constant of scikit-learn's operators."""
+    if (noted := labels_in(model)) is not None:
+        return noted
+    for node in reversed(model.graph):
+        labels: Iterable[object] = ()
+        for name in ("classlabels_strings", "classlabels_ints", "classlabels_int64s"):
+            if name in node.attributes:
+                labels = labels or node.attributes[name].value
+        if node.op_type == "ArrayFeatureExtractor" and (array := constant_of(node.inputs[0])) is not None:
+            labels = array.reshape(-1).tolist()
+        if texts := [x.decode() if isinstance(x, bytes) else str(x) for x in labels]:
+            return texts
+    return None
+
+
+def are_numbers(names: Sequence[str]) -> bool:
+    """Return whether names of classes are but their numbers, from 0."""
+    return [*names] == [*map(str, range(len(names)))]
 
 
 def has_label_per_row(y: ir.Value | np.ndarray, spec: TargetSpec) -> bool:

@@ -22,6 +22,7 @@ from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import Detached, restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect, remove_unused_nodes
 from graphopt.graph.roles import STATE, Role, outputs_of_model, role_of, with_role
+from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import computed_from, extracted_model
@@ -56,16 +57,18 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
     extracted = extracted_model(model, list(model.graph.inputs), list(outputs))
     with interface_kept(extracted):
         predicts = not any(role_of(y) in _OF_LOSS for y in outputs)
-        _switch_to_inference(extracted.graph, merged, predicts)
+        changes_types = _switch_to_inference(extracted.graph, merged, predicts)
         if not quantized:
             _leave_out_rounding(extracted.graph)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = extracted_model(extracted, list(extracted.graph.inputs), list(extracted.graph.outputs))
     remove_unused_results(extracted.graph)
-    with protect(needed(extracted)):
+    with interface_kept(extracted), protect(needed(extracted)):  # of two outputs that are one value, it loses a name
         IdentityEliminationPass()(extracted)
     unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
     _remove_unused(extracted, unread)
+    if changes_types:
+        ensure_typed(extracted)
     return extracted
 
 
@@ -79,7 +82,8 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     RemoveUnusedOpsetsPass()(model)
 
 
-def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
+def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> bool:
+    """Let nodes compute their inference form; return whether that changes types, which are to be inferred anew."""
     inputs = {value.name: value for value in graph.inputs}
     same: dict[str, ir.Value] = {}
     cast: set[ir.DataType | None] = set()
@@ -106,6 +110,7 @@ def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
             swap(node.outputs[0], like(other, node.outputs[0]))
     for y in (y for node in graph for y in node.outputs if y.dtype in cast and not y.is_graph_output()):
         y.type = y.shape = None  # the type changes because its inputs are no longer cast
+    return bool(cast)
 
 
 def _leave_out_rounding(graph: ir.Graph) -> None:
@@ -244,7 +249,9 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> ModelParts:
 
 
 def as_it_came(model: ir.Model, own: Sequence[str]) -> ir.Model:
-    """Return a rewritten model with the outputs of its file, those that are no tensors left out, and with the new ones.
+    """Return a rewritten model with the outputs of its file and the new ones.
+
+    In place of an output that is no tensor, such as scikit-learn's dictionaries, it returns what that is made of.
 
     It has the opset and the IR version of the file, or the lowest opset that has all operators.
 
@@ -253,12 +260,15 @@ def as_it_came(model: ir.Model, own: Sequence[str]) -> ir.Model:
     """
     opset, ir_version = versions_of(model)
     detached = Detached.read(model) or Detached(tuple(own), ())
-    parts = [ir.from_proto(part) for part in detached.models()[::-1] if has_tensors(part)]
+    aside = detached.models()[::-1]
+    parts = [ir.from_proto(part) for part in aside if has_tensors(part)]
+    others = [part.graph for part in aside if not has_tensors(part)]
+    made_of = {y.name: [x.name for x in graph.input] for graph in others for y in graph.output}
     version = rewrite_in([model, *parts], opset)
     model.ir_version = ir_version if version == opset else max(ir_version, ir_version_of(version))
     proto = ir.to_proto(model)
     known = {y.name for y in [*proto.graph.output, *(y for part in parts for y in part.graph.outputs)]}
-    order = [name for name in detached.outputs if name in known]
+    order = [x for name in detached.outputs for x in made_of.get(name, [name]) if x in known]
     order += [name_of(y) for y in model.graph.outputs if y.name not in own]
     restore(proto, [ir.to_proto(part) for part in parts], order)
     restored = ir.from_proto(proto)

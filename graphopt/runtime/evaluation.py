@@ -115,9 +115,15 @@ class Evaluations:
         return self.opened.setdefault(call, opened)
 
 
+def reductions_of(model: ir.Model) -> dict[ir.Value, str]:
+    """Return how the losses of a training graph are reduced, by the values that say so."""
+    values = [*model.graph.inputs, *(y for node in model.graph for y in node.outputs)]
+    return {y: kind for y in values if (kind := BATCH_WEIGHT.read(y)) is not None}
+
+
 def weights_of_means(model: ir.Model) -> list[ir.Value]:
     """Return the weights whose sums the losses of a training graph divide by."""
-    return [y for node in model.graph for y in node.outputs if BATCH_WEIGHT.read(y) == "mean"]
+    return [y for y, kind in reductions_of(model).items() if kind == "mean"]
 
 
 class Evaluation:

@@ -23,7 +23,7 @@ from graphopt.runtime import placement
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.checkpoint import Property
 from graphopt.runtime.device import Device
-from graphopt.runtime.evaluation import WEIGHTS, Evaluations, weights_of_means
+from graphopt.runtime.evaluation import WEIGHTS, Evaluations, reductions_of, weights_of_means
 from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.executor_state import ExecutorState, joined
 from graphopt.runtime.frozen import FrozenPlacement, placement_of
@@ -270,10 +270,17 @@ class Executor(Checked):
         """Return whether one loss is a mean with weights."""
         return len(weights_of_means(self._model)) == 1
 
+    @property
+    def has_one_loss(self) -> bool:
+        """Return whether the loss is one mean or sum, beside penalties."""
+        return len(reductions_of(self._model)) == 1
+
     def loss_weights(self, data: Mapping[str, Tensor]) -> np.ndarray:
         """Return the weights of the loss's mean on some data; `has_loss_weights` tells whether there are any."""
-        (weights,) = self._evaluations.compute(WEIGHTS, self._inputs.of_call(data, (), {})).values()
-        return np.asarray(weights if self.options.as_numpy else weights.numpy())
+        feeds = self._inputs.of_call(data, (), {})
+        (name,) = map(name_of, weights_of_means(self._model))
+        weights = feeds[name] if name in feeds else self._evaluations.compute(WEIGHTS, feeds)[name]
+        return np.asarray(weights.numpy() if hasattr(weights, "numpy") else weights)
 
     @property
     def learning_rate(self) -> float:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.arguments import checked
-from graphopt.data.dataset import TARGET, WEIGHT
-from graphopt.data.foreign import as_dataset, has_rows
+from graphopt.data.dataset import TARGET, WEIGHT, Dataset
+from graphopt.data.foreign import as_dataset, by_name, has_rows, is_text, relabelled
 from graphopt.data.loader import TrainingRows
 from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.classified import are_numbers, class_names
 from graphopt.graph.inference import as_it_came
-from graphopt.graph.loading import Source
+from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import LABELS
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.values import name_of
+from graphopt.graph.values import dims_of, name_of
 from graphopt.training.fit import opened
 from graphopt.training.options import Data
 
@@ -24,8 +30,9 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
-        data: rows that did not train, as in `graphopt.fit`, with an array `target`. `passes.LastLayerLaplace` alone
-            takes the rows that trained.
+        data: rows that did not train, as in `graphopt.fit`, with an array `target`: class numbers, or the names that
+            the file gives its classes, such as those of scikit-learn. `passes.LastLayerLaplace` alone takes the rows
+            that trained.
         passes: what to do, one after the other: such as `passes.Temperature()`, then `passes.PredictionSet(0.1)`.
         allow_nan: accept NaN and infinities in the inputs.
 
@@ -48,13 +55,14 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
         )
     if not has_rows(data):
         raise GraphoptError(f"calibrate: expected data with rows, found {kind_of(data)}: give arrays by name")
-    loaded = normal_form(model, restored=True)
+    file = load(model)
+    loaded = normal_form(file, restored=True)
     if any(x.name == TARGET for x in loaded.graph.inputs):
         raise GraphoptError(
             f"calibrate: expected a model without an input {TARGET!r}, the name of the targets in the data, found one: "
             "rename it"
         )
-    rows = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
+    rows = numbered(as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()}), file)
     if WEIGHT in rows.arrays:
         raise GraphoptError(
             f"calibrate: expected rows that count alike, found an array {WEIGHT!r}: leave it out, or draw rows by it"
@@ -63,4 +71,40 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
     own = [name_of(y) for y in loaded.graph.outputs]
     for each in passes:
         (each.adapted(loaded, read) if each.learns else each).apply(loaded)
-    return as_it_came(loaded, own)
+    calibrated = as_it_came(loaded, own)
+    if (names := class_names(file)) is not None:  # the operators that told them may be gone
+        LABELS.write(calibrated, json.dumps(names))
+    return calibrated
+
+
+def numbered(data: Dataset, file: ir.Model) -> Dataset:
+    """Return rows whose classes have the numbers that they have in a file, by the names that it gives them.
+
+    Raises:
+        GraphoptError: it gives others, or none and has another number of classes, or numbers in the data may be names.
+    """
+    names, target = class_names(file) or (), data.arrays.get(TARGET)
+    if target is None:
+        return data
+    if data.labels is None and is_text(target):
+        labels, numbers = by_name(target)
+        data = replace(data, arrays={**data.arrays, TARGET: numbers}, labels=labels)
+    elif data.labels is None and not are_numbers(names):
+        found, numbers = np.unique(np.asarray(target, np.float64), return_inverse=True)
+        texts = tuple(f"{x:.17g}" for x in found)
+        if {*texts} <= {*names} & {*map(str, range(len(names)))}:
+            raise GraphoptError(
+                f"{data.source}: expected targets that are names of the classes {', '.join(names)}, or class numbers, "
+                f"found {', '.join(texts)}, which may be both: give the names as text"
+            )
+        if {*texts} <= {*names}:
+            data = replace(data, arrays={**data.arrays, TARGET: numbers.reshape(-1)}, labels=texts)
+    if data.labels is None or not are_numbers(names) or {*data.labels} <= {*names}:
+        return relabelled(data, names, data.source)
+    due = {(len(data.labels),), *([(), (1,)] if len(data.labels) == 2 else ())}
+    if not due & {dims_of(y)[1:] for y in file.graph.outputs if y.shape is not None}:
+        raise GraphoptError(
+            f"{data.source}: expected the names of all classes of a file that names none, found "
+            f"{', '.join(data.labels)}: give class numbers as the target"
+        )
+    return data

@@ -50,6 +50,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the loss and the metrics on a data set.
 
+    A mean with weights, of rows, classes or labels that are not ignored, is that of all rows, whatever `batch_size` is.
+    A sum, and several losses with weights of their own, are means of those of batches by their rows.
+
     Args:
         executor: the executor of a training graph.
         data: the data, as in `fit`.
@@ -230,13 +233,13 @@ def reported(step: ir.Model) -> list[str]:
 
 @dataclass
 class Mean:
-    """Sum numbers up over rows, and keep the last learning rate."""
+    """Sum numbers up over rows, or over the weights of a loss, and keep the last learning rate."""
 
-    rows: int = 0
+    rows: float = 0
     sums: dict[str, float] = field(default_factory=dict)
     rate: float | None = None
 
-    def add(self, rows: int, values: Outputs) -> None:
+    def add(self, rows: float, values: Outputs) -> None:
         self.rows += rows
         for name, value in values.items():
             if isinstance(value, float):
@@ -248,7 +251,7 @@ class Mean:
         """Return the mean of each number over the rows of all workers, and the last learning rate."""
         totals = np.array([self.rows, *self.sums.values()], np.float64)
         communicator.sum(totals)  # all workers have the same names
-        means: Record = dict(zip(self.sums, (totals[1:] / totals[0]).tolist(), strict=True))
+        means: Record = dict(zip(self.sums, (totals[1:] / (totals[0] or 1)).tolist(), strict=True))
         if "learning_rate" in means:
             means["learning_rate"] = self.rate
         return means
@@ -294,12 +297,17 @@ class HeldOut:
             left = itertools.chain(lost, left)
 
     def measure(self, executor: Executor) -> Record:
-        """Return the mean losses and the metrics over the rows."""
+        """Return the mean losses and the metrics over the rows.
+
+        The mean of a loss with weights is that of all rows, in however many batches. Several losses that have weights
+        of their own are means by batches.
+        """
         weighted = executor.has_loss_weights
         chosen = metrics_of(executor.inputs, self._metrics, by_losses=weighted)
         mean = Mean()
         outputs = any(not metric.is_empty for _, metric in chosen.values())
-        weighted = weighted and any(metric.is_shifted for _, metric in chosen.values())
+        is_only = weighted and executor.has_one_loss
+        weighted = is_only or (weighted and any(metric.is_shifted for _, metric in chosen.values()))
         derived = {name: Derived.all(executor.model, name) for name, _ in chosen.values()}
         for feeds, values in self.evaluated(executor, executor.workers, outputs=outputs):
             weights = executor.loss_weights(feeds) if weighted else None
@@ -310,7 +318,8 @@ class HeldOut:
                 if metric.of_losses and weights is not None:
                     own = values.get("data_loss", values["loss"])
                     metric.add_losses(values.get(f"loss_{output}", own), weights)
-            mean.add(len(next(iter(feeds.values()))), values)
+            rows = len(next(iter(feeds.values())))
+            mean.add(float(weights.sum()) if is_only and weights is not None else rows, values)
         measured = mean.result()
         for target, (_, metric) in chosen.items():
             prefix = "" if len(chosen) == 1 else f"{target}."

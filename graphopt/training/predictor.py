@@ -9,6 +9,7 @@ import onnx_ir as ir
 from graphopt.graph.classified import LABEL, PROBABILITIES, activation_of, emit_classes, named_classes
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import load
+from graphopt.graph.metadata import add_labels
 from graphopt.graph.roles import TargetSpec
 from graphopt.graph.values import dims_of, is_floating, rank, swap
 
@@ -51,4 +52,7 @@ def predictor(
             output.shape = ir.Shape([dims_of(y)[0], *dims_of(output)[1:]])
             graph.outputs.append(output)
     graph.sort()
-    return ir.to_proto(model)
+    written = ir.to_proto(model)
+    if classes is not None:
+        add_labels(written, [str(x) if classes.dtype.kind in "OUS" else f"{float(x):.17g}" for x in classes])
+    return written

@@ -14,9 +14,18 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ON_DEMAND
-from graphopt.graph.operators import VIEWS
+from graphopt.graph.operators import LAYOUT, VIEWS
 from graphopt.graph.rewriting import Read
-from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, name_of, rank, wide_type
+from graphopt.graph.values import (
+    constant_number,
+    constant_of,
+    dims_of,
+    dtype_of,
+    is_floating,
+    name_of,
+    rank,
+    wide_type,
+)
 from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.differentiate import stop_gradient
@@ -28,6 +37,7 @@ __all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Entropy", "Hinge", "KLD
 
 _MANY_CLASSES = 2**20  # classes from which on the graph computes the class numbers instead of storing them
 _KEEPING = VIEWS | {"Cast", "Clip", "Transpose"}
+_WRITING = LAYOUT | {"Add", "Cast", "Concat", "Where", "ScatterElements", "ScatterND"}  # constants into logits
 _BESIDE_A_SUM = {"Add", "Cast", "Clip", "Expand", "Identity", "Max", "Reshape", "Unsqueeze"}
 IMPOSSIBLE = -1e30  # the logarithm of a probability of 0; with infinity, gradients would be NaN
 
@@ -147,7 +157,8 @@ class CrossEntropy(_OverClasses):
     Args:
         axis: the axis of the classes.
         from_logits: the model predicts logits x, and p = softmax(x). Otherwise it predicts probabilities, which are
-            clipped away from 0 unless a Softmax computes them.
+            clipped away from 0 unless a Softmax computes them. A logit that the model's mask sets to -inf leaves its
+            class out.
         target_probabilities: targets are probabilities in the shape of the prediction. Otherwise they are int64
             class indices in this shape without `axis`.
         label_smoothing: the share of q that is spread over all classes (Szegedy et al. 2016).
@@ -190,6 +201,8 @@ class CrossEntropy(_OverClasses):
         if self.blocks is not None:
             return self._in_blocks(op, prediction, target)
         log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
+        if not self.target_probabilities and not self.label_smoothing and _may_leave_out(prediction):
+            log_p = op.Max(log_p, float(np.finfo(dtype_of(prediction).numpy()).min))  # 0 times it is 0
         q = target if self.target_probabilities else self._one_hot(op, prediction, target)
         if self.label_smoothing:
             whole = op.ReduceSum(q, [self.axis]) if self.ignore_index is not None else 1.0
@@ -552,6 +565,21 @@ def _is_sum(total: ir.Value | None, x: ir.Value | None) -> bool:
 def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:
     logits = _logits(prediction, "Softmax", from_logits, axis)
     return op.Log(positive(op, prediction)) if logits is None else op.LogSoftmax(logits, axis=axis)
+
+
+def _may_leave_out(logits: ir.Value) -> bool:
+    """Return whether a model writes constants of -inf into logits, as a mask of classes does."""
+    left, seen = [logits], set()
+    while left:
+        x = left.pop()
+        array, node = constant_of(x), x.producer()
+        if array is not None:
+            if array.dtype.kind == "f" and np.isneginf(array).any():
+                return True
+        elif node is not None and node not in seen and node.domain == "" and node.op_type in _WRITING:
+            seen.add(node)
+            left += [y for y in node.inputs if y is not None]
+    return False
 
 
 def softplus(op: Emitter, x: ir.Value) -> ir.Value:

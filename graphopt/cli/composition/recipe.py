@@ -50,6 +50,7 @@ from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import check_plain, write
 from graphopt.graph import provenance
+from graphopt.graph.classified import are_numbers, class_names
 from graphopt.graph.encoders import Encoders, string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
@@ -197,7 +198,8 @@ class Recipe:
         if name in self.fields["models"] or not Path(name).is_file():
             return None, None
         model = load(name, limits=self.limits)
-        return Columns.of(model), labels_in(model)
+        names = class_names(model) or []
+        return Columns.of(model), labels_in(model) if are_numbers(names) else names
 
     @property
     def _by_input(self) -> dict[str, object]:
