@@ -248,10 +248,18 @@ def nearest(name: str, names: Iterable[object], cutoff: float = 0.65) -> str | N
             for word in words:
                 if word in known:
                     return known[word]
-    near = difflib.get_close_matches(sought, known, n=1, cutoff=cutoff)
+    # A slip rarely changes the first letter and the length: "port" is no "report".
+    alike = [x for x in known if x[:1] == sought[:1] or abs(len(x) - len(sought)) <= max(1, len(sought) // 3)]
+    near = difflib.get_close_matches(sought, alike, n=1, cutoff=cutoff)
     if not near and len(sought) > 2:
-        near = sorted((text for text in known if text.startswith(sought) or text.endswith(sought)), key=len)
+        near = sorted((text for text in known if text.startswith(sought) or _ends(known[text], sought)), key=len)
     return known[near[0]] if near else None
+
+
+def _ends(name: str, sought: str) -> bool:
+    """Return whether the last words of a name are the ones that are sought, as in `learning_rate` and `rate`."""
+    words = re.split(r"[\W_]+", name.rpartition(".")[2].lower())
+    return any("".join(words[i:]) == sought for i in range(1, len(words)))
 
 
 def unknown(kind: str, name: str, names: Iterable[object], elsewhere: Iterable[str] = ()) -> str:

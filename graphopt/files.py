@@ -34,6 +34,24 @@ _BY_HANDLE = os.scandir in os.supports_fd and os.open in os.supports_dir_fd  # n
 _MOST_ENTRIES, _MOST_DEEP = 100_000, 32  # of a folder that others have made
 _DEEPEST = 50  # levels of lists and mappings in a file
 _LARGEST = 2**128  # of whole numbers in a file: states of random generators have as many bits
+# What files begin with, what they are then, and how they become files that can be read
+ZIP = "a zip archive"
+SAVED_AS_CSV = "save the sheet as CSV, or write pandas.read_excel(...).to_csv('FILE.csv', index=False)"
+_CONTENTS = {
+    b"PK\x03\x04": (ZIP, "unpack it"),
+    b"\xd0\xcf\x11\xe0": ("an Excel workbook (.xls)", SAVED_AS_CSV),
+    b"\x1f\x8b": ("a file compressed by gzip", "unpack it, gunzip FILE.gz"),
+    b"BZh": ("a file compressed by bzip2", "unpack it, bunzip2 FILE.bz2"),
+    b"\xfd7zXZ": ("a file compressed by xz", "unpack it, unxz FILE.xz"),
+    b"\x28\xb5\x2f\xfd": ("a file compressed by Zstandard", "unpack it, unzstd FILE.zst"),
+    b"SQLite format 3": ("a database of SQLite", "write pandas.read_sql(...).to_csv('FILE.csv', index=False)"),
+    b"PAR1": ("a Parquet file", "data=parquet (graphopt.data.parquet) reads it"),
+    b"ARROW1": ("an Arrow file", "data=arrow (graphopt.data.arrow) reads it"),
+    b"\xff\xfe": ("text in UTF-16", "save it as UTF-8, iconv -f UTF-16 -t UTF-8"),
+    b"version https://git-lfs": ("a pointer of Git LFS in place of the file", "fetch it, git lfs pull"),
+    **dict.fromkeys((b"<!doctype", b"<html"), ("a web page", "download the file itself")),
+    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8"), ("a picture", "name the file that is meant")),
+}
 _KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a pipe",
@@ -155,6 +173,13 @@ def check_file(path: str | os.PathLike[str]) -> None:
     if place.exists() and not place.is_file():
         found = "a folder" if place.is_dir() else "a device or a pipe"
         raise GraphoptError(f"{os.fspath(path)}: expected a file, found {found}")
+
+
+def foreign_content(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """Return what a file is by how it begins, and what to do with it, if that is known; a number names no file."""
+    with open(Path(path), "rb") as file:
+        start = file.read(32)
+    return next((found for begin, found in _CONTENTS.items() if start.lower().startswith(begin.lower())), None)
 
 
 def json_of(text: bytes | str, where: str) -> Any:

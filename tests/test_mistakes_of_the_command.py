@@ -25,8 +25,8 @@ NPZ = "my.onnx data=npz data.path="
 
 WARNED = [
     (
-        f"{NPZ}train.npz fit.batch_size=5000",
-        "batch_size=5000: more than the 160 rows that train, .* such as 16",
+        f"{NPZ}train.npz fit.batch_size=5000000000000",
+        "batch_size=5000000000000: more than the 160 rows that train, .* such as 16",
     ),
     (
         "loss=mean_squared_error data=npz data.path=train.npz",
@@ -35,6 +35,18 @@ WARNED = [
     (
         f"{NPZ}train.npz fit.checkpoint.best=acuracy",
         "checkpoint.best: unknown measure 'acuracy', nearest: 'accuracy'; .*",
+    ),
+    (
+        "model=mlp loss=mean_squared_error data=csv data.path=index.csv",
+        r"index.csv: a column without a name is a feature: pandas writes an index so, .*; data.features=\[...\] .*",
+    ),
+    (
+        f"{NPZ}train.npz callbacks.early_stopping={{monitor:validation_loss,mode:max}}",
+        r"EarlyStopping\(monitor='validation_loss', mode='max'\): a smaller value is better, .*: leave mode out",
+    ),
+    (
+        f"{NPZ}train.npz callbacks.early_stopping={{monitor:accuracy,mode:min}}",
+        r"EarlyStopping\(monitor='accuracy', mode='min'\): a larger value is better, .*: leave mode out",
     ),
 ]
 
@@ -72,11 +84,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "empty.csv": "",
         "book.xlsx": "PK\x03\x04",
         "bad.parquet": "PAR1",
+        "index.csv": f",a,b,target\n{''.join(f'{i},{line}' for i, line in enumerate(rows.splitlines(keepends=True)))}",
+        "pointer.csv": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "pointer.onnx": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        "page.onnx": "<!DOCTYPE html><title>Not found</title>",
+        "page.npz": "<html>",
         "lines.jsonl": '{"text": "a b"}\n{"text": \n',
     }
     for name, text in texts.items():
         (here / name).write_text(text)
     np.save(here / "array.npy", x)
+    (here / "dangling.onnx").symlink_to("nowhere.onnx")
     graphopt.save(models.mlp((1, 8, 8), 10, hidden=[8]), here / "my.onnx")
     graphopt.save(models.linear((2,), 1), here / "linear.onnx")
     step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
@@ -134,6 +152,18 @@ def test_what_hardly_anyone_means_has_a_warning_of_one_line(
     assert cli.main([*line.split(), "fit.epochs=1", f"folder={tmp_path / 'out'}"]) == 0
     said = capfd.readouterr().err
     assert re.fullmatch(f"graphopt: warning: {answer}\n", said), said
+
+
+@pytest.mark.parametrize("name", ["Übung/мои данные.npz", "a&b #1!.npz", "it's.npz"])
+def test_names_of_files_may_have_any_letters(name: str, tmp_path: Path) -> None:
+    """Hydra's grammar has ASCII alone; a quote is quoted, as the error says."""
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(Path("train.npz").read_bytes())
+    value = f'"{file}"' if "'" in name else str(file)
+    given = ["my.onnx", "data=npz", f"data.path={value}", "fit.epochs=1"]
+    assert cli.main([*given, f"folder={tmp_path / 'ö'}"]) == 0
+    assert cli.main(["evaluate", f"folder={tmp_path / 'ö'}"]) == 0
 
 
 @pytest.mark.parametrize(

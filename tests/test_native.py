@@ -283,6 +283,27 @@ def test_what_is_kept_is_on_the_disk_first(cache, monkeypatch):
     assert flushed == [4, len((cache / "x.so.sum").read_bytes())]
 
 
+def test_what_was_used_longest_ago_leaves_a_full_cache(cache, monkeypatch):
+    monkeypatch.setattr(cached, "MOST_BYTES", 1000)
+    names, day = ["a.so", "b.onnx", "c.o", "new.so"], 24 * 60 * 60
+    for name in names:
+        write_cached(name, bytes(600))
+    (cache / "work").mkdir()
+    for age, name in enumerate([*names[:3], "work"], start=2):
+        os.utime(cache / name, (0, time.time() - age * day))
+    assert read_cached("c.o") == bytes(600)  # the oldest, until it is used again
+    cached.trim()
+    assert {path.name for path in cache.iterdir()} == {
+        "a.so",
+        "a.so.sum",
+        "c.o",
+        "c.o.sum",
+        "new.so",
+        "new.so.sum",
+        "work",
+    }
+
+
 @pytest.mark.slow
 def test_a_damaged_library_does_not_switch_kernels_off(cache, parts):
     step = step_of(mlp((4, 200, 60, 3)))

@@ -399,3 +399,36 @@ def test_fields_of_a_run_replace_ours_and_what_it_lacks_is_ours(
     assert ("beta1" in found["optimizer"]) == (line == ["optimizer=adamw"])
     assert found["fit"] == {**base_recipe()["fit"], "epochs": epochs} and found["adapter"] is None
     assert found["loss"]["_target_"] == "passes.CrossEntropy" and "defaults" not in found
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_plain_columns_are_read_by_name(ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by their places: files of new rows have other orders, and further columns."""
+    columns = {name: X[:, i] for i, name in enumerate("abcd")}
+
+    def write(path: str, names: str, **others: Any) -> None:
+        table = {**{name: columns[name] for name in names}, **others}
+        if ending == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table(table), path)
+        else:
+            np.savetxt(path, np.column_stack([*table.values()]), "%g", ",", header=",".join(table), comments="")
+
+    write(train := f"train.{ending}", "abcd", target=LABELS)
+    write(new := f"new.{ending}", "dcba", row=np.arange(60))
+    write(short := f"short.{ending}", "abd")
+    run(f"data={ending}", f"data.path={train}", "loss=cross_entropy", "model=mlp")
+    found = {}
+    for source, of in {train: "run", new: "run", "of the file": "run/trained.onnx"}.items():
+        named = (
+            ["folder=run", f"data.path={source}"]
+            if of == "run"
+            else [of, f"data={ending}", f"data.path={new}", "folder=own"]
+        )
+        assert cli.main(["predict", *named, *["data.target=null"] * (source != train)]) == 0
+        found[source] = np.load("own/predictions.npz" if of != "run" else "run/predictions.npz")["y"]
+    np.testing.assert_allclose(found[new], found[train], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(found["of the file"], found[new])
+    assert cli.main(["predict", "run", short]) == 1
+    said = capsys.readouterr().err
+    assert f"{short}: unknown column 'c'; known: a, b, d: data.features=[...] names the features" in said
+    assert cli.main(["resume=run", "fit.epochs=2"]) == 0

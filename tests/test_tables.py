@@ -639,3 +639,31 @@ def test_workers_learn_the_same(table: Any) -> None:
     assert cli.main([*TABLE, *QUICK, "folder=one", "quiet=true"]) == 0
     assert cli.main([*TABLE, *QUICK, "folder=two", "quiet=true", "launcher=local", "launcher.workers=2"]) == 0
     assert Columns.of("one/trained.onnx") == Columns.of("two/trained.onnx")
+
+
+@pytest.mark.usefixtures("plain")
+def test_frames_of_plain_columns_are_read_by_name(tmp_path: Path) -> None:
+    """By an executor that has trained on one, and by its file; arrays are read by place."""
+    frame = pandas.DataFrame(RNG.standard_normal((30, 3)).astype(np.float32), columns=list("abc"))
+    other = frame[["c", "a", "b"]].assign(row=range(30))
+    step = graphopt.compile(mlp((3, 4, 2)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    executor = graphopt.Executor(step)
+    graphopt.fit(executor, frame.assign(target=(frame.a > 0).astype(int)), epochs=1)
+    graphopt.save(executor.trained(), file := tmp_path / "trained.onnx")
+    expected = predict(executor, frame.to_numpy())["y"]
+    for model in (executor, file):
+        np.testing.assert_array_equal(predict(model, other)["y"], expected)
+        with pytest.raises(GraphoptError, match=r"unknown column 'a'; known: b, c: .*features="):
+            predict(model, frame[["b", "c"]])
+
+
+@pytest.mark.usefixtures("plain")
+def test_names_of_columns_are_no_part_of_what_resumes(tmp_path: Path) -> None:
+    """A checkpoint of rows from a DataFrame continues on the same rows from arrays."""
+    frame = pandas.DataFrame(RNG.standard_normal((30, 3)).astype(np.float32), columns=list("abc"))
+    labels = (frame.a > 0).to_numpy().astype(np.int64)
+    step = graphopt.compile(mlp((3, 4, 2)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    run = str(tmp_path / "run")
+    graphopt.fit(graphopt.Executor(step), frame.assign(target=labels), epochs=1, checkpoint=run)
+    records = graphopt.fit(graphopt.Executor(step), (frame.to_numpy(), labels), epochs=2, checkpoint=run, resume=run)
+    assert len(records) == 2

@@ -25,6 +25,7 @@ from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import LeaveOneOut, cross_val_predict
+from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
@@ -451,6 +452,21 @@ def test_a_classifier_of_scikit_learn_keeps_the_classes_that_it_knows(
     found = np.load(tmp_path / "run" / "predictions.npz")
     assert np.mean(found["label"].astype(str) == np.array(target)[y].astype(str)) > 0.8
     assert {*found} == {"label", "probabilities"} if "new" in head else "output_label" in {*found}
+
+
+def test_probabilities_beside_each_other_are_no_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A network of scikit-learn with two classes puts 1 - p of a Sigmoid beside p."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 2)).astype(np.float32)
+    y = np.where(x.sum(axis=1) > 0, "yes", "no")
+    onx = skl2onnx.to_onnx(MLPClassifier((4,), max_iter=20).fit(x, y), x[:1], options={"zipmap": False})
+    (tmp_path / "t.onnx").write_bytes(onx.SerializeToString())
+    (tmp_path / "t.csv").write_text(
+        "\n".join(["a,b,target", *(f"{a},{b},{c}" for (a, b), c in zip(x, y, strict=True))])
+    )
+    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", f"folder={tmp_path / 'run'}", "fit.epochs=1")
+    assert "expects logits" not in capsys.readouterr().err
+    assert "from_logits: false" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 BINARY = {  # classes of the file, of the table, what tune says, and the names that it proposes

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = warn
             with installed_first(), ending():
-                _run(_parser().parse_intermixed_args(arguments))
+                _run(*_parser().parse_known_intermixed_args(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as exit:
@@ -108,18 +108,20 @@ class _Parser(argparse.ArgumentParser):
     """Report wrong arguments as a GraphoptError."""
 
     def error(self, message: str) -> NoReturn:
-        if not message.startswith("unrecognized arguments"):
-            raise GraphoptError(f"{message}: see graphopt --help")
-        option = message.rpartition(": ")[2].split(" ")[0].partition("=")[0]
+        raise GraphoptError(f"{message}: see graphopt --help")
+
+    def unrecognized(self, arguments: Sequence[str]) -> GraphoptError:
+        option = arguments[0].partition("=")[0]
         near = nearest(option, [name for action in self._actions for name in action.option_strings])
         field = near or nearest(option, known_fields())
         meant = (field if field == near else f"{field}=value") if field else "fit.epochs=5"
-        raise GraphoptError(
-            f"{message}: write fields as key=value, such as {meant}, and see graphopt --help for options"
+        return GraphoptError(
+            f"unrecognized arguments: {' '.join(arguments)}: write fields as key=value, such as {meant}, and see "
+            "graphopt --help for options"
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     parser = _Parser(prog="graphopt", add_help=False, allow_abbrev=False)
     option, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
     option("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
@@ -143,7 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace, unrecognized: Sequence[str]) -> None:
+    alone = next((verb for verb in (DOCTOR, SERVE) if verb in arguments.arguments), None)
+    if others := [*(word for word in arguments.arguments if word != alone), *unrecognized] if alone else []:
+        raise GraphoptError(f"{alone}: expected no other words, found {' '.join(others)}: leave them out")
+    if unrecognized:
+        raise _parser().unrecognized(unrecognized)
     if arguments.version:
         print(_version())
         return
@@ -155,12 +162,9 @@ def _run(arguments: argparse.Namespace) -> None:
     check_words(words, verbs)
     if arguments.multirun and (one := [word for word in ("compare", DOCTOR, TUNE, SERVE) if word in words]):
         raise GraphoptError(f"-m: expected a verb that runs several times, found {one[0]}: leave -m out")
-    for verb, run in ((DOCTOR, examine), (SERVE, serve)):
-        if verb in words:
-            if others := [word for word in words if word != verb]:
-                raise GraphoptError(f"{verb}: expected no other words, found {' '.join(others)}: leave them out")
-            run(open_console())
-            return
+    if alone:
+        {DOCTOR: examine, SERVE: serve}[alone](open_console())
+        return
     if TUNE in words and arguments.help:
         print(help_page_of_tune())
         return

@@ -181,9 +181,10 @@ class Before:
         new = [entry for entry in entries if entry.name not in self._names]
         files = [path for entry in new for path in (entry, *entry.rglob("*")) if not path.is_dir()]
         if all(file.name in (LOCK, LOG, "multirun.yaml") for file in files) and not _is_locked(self._folder / LOCK):
-            for handler in logging.getLogger().handlers:
-                if isinstance(handler, logging.FileHandler):
-                    handler.close()
+            root = logging.getLogger()
+            for handler in [x for x in root.handlers if isinstance(x, logging.FileHandler)]:
+                root.removeHandler(handler)  # or else the next record of this process would open its file again
+                handler.close()
             for entry in new:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         for place in self._missing:

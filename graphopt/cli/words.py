@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,10 @@ _OF_RUNS = (
     "generate",
     "predict",
 )  # verbs that take the folder of runs
+# A text such as `Übung/a&b.csv` that means nothing else in Hydra's grammar, which lacks its letters
+_LETTER = r"""[^\s,'"=()[\]{}$\\:]"""
+_TEXT = re.compile(rf"{_LETTER}(?:(?:{_LETTER}|\s)*{_LETTER})?")
+_OF_HYDRA = re.compile(r"[\w\s./+%*@?|-]*", re.ASCII)
 _TABLES = {"csv", "parquet", "arrow"}
 _OF_TABLES = ("target", "features", "sample_weight", "labels")  # fields of all their readers; the model notes columns
 _MEANT = {  # by words that other programs take
@@ -53,7 +58,8 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
             return word
         return PROMPT + quoted(text)
     if "=" in word or word.startswith("~"):
-        return word
+        key, _, value = word.partition("=")
+        return f"{key}={quoted(value)}" if _TEXT.fullmatch(value) and not _OF_HYDRA.fullmatch(value) else word
     if word in verbs:
         return f"run={word}"
     if names_model(word):

@@ -22,7 +22,7 @@ from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.tables import Columns
 from graphopt.data.tabular import is_numeral, of_columns, refuse_twice
 from graphopt.errors import GraphoptError, line, some
-from graphopt.files import ReadName, check_file, replacing
+from graphopt.files import SAVED_AS_CSV, ZIP, ReadName, check_file, foreign_content, replacing
 
 __all__ = ["csv", "npy", "npz"]
 
@@ -39,22 +39,6 @@ _BROKEN = (
 _DELIMITERS = ";\t|,"
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")  # with which a cell begins that a spreadsheet computes
 _WRITTEN = (".npz", ".csv", ".parquet")
-# What other files begin with, what they are, and how they become files that can be read.
-_SAVED_AS_CSV = "save the sheet as CSV, or write pandas.read_excel(...).to_csv('FILE.csv', index=False)"
-_OTHER_FORMATS = {
-    b"\xd0\xcf\x11\xe0": ("an Excel workbook (.xls)", _SAVED_AS_CSV),
-    b"\x1f\x8b": ("a file compressed by gzip", "unpack it, gunzip FILE.gz"),
-    b"BZh": ("a file compressed by bzip2", "unpack it, bunzip2 FILE.bz2"),
-    b"\xfd7zXZ": ("a file compressed by xz", "unpack it, unxz FILE.xz"),
-    b"\x28\xb5\x2f\xfd": ("a file compressed by Zstandard", "unpack it, unzstd FILE.zst"),
-    b"SQLite format 3": (
-        "a database of SQLite",
-        "write pandas.read_sql(...).to_csv('FILE.csv', index=False)",
-    ),
-    b"PAR1": ("a Parquet file", "data=parquet (graphopt.data.parquet) reads it"),
-    b"ARROW1": ("an Arrow file", "data=arrow (graphopt.data.arrow) reads it"),
-    b"\xff\xfe": ("text in UTF-16", "save it as UTF-8, iconv -f UTF-16 -t UTF-8"),
-}
 _SPREADSHEETS = {
     ".xlsx": "an Excel workbook",
     ".xlsm": "an Excel workbook",
@@ -159,12 +143,15 @@ def csv_columns(
         raise GraphoptError(f"data.delimiter: expected one character that separates columns, found {delimiter!r}")
     ending = Path(path).suffix.lower()
     if (kind := _SPREADSHEETS.get(ending)) is not None and Path(path).is_file():
-        raise GraphoptError(f"{path}: expected a text file of columns, found {kind} ({ending}): {_SAVED_AS_CSV}")
+        raise GraphoptError(f"{path}: expected a text file of columns, found {kind} ({ending}): {SAVED_AS_CSV}")
+    expected = "a text file of columns in UTF-8"
     with (
-        reading(path, "a text file of columns in UTF-8", csv_files.Error),
+        reading(path, expected, csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
     ):
         rows = [row for row in csv_files.reader(file, delimiter=delimiter) if row]
+        if other := _other_format(path, expected):  # which is text, too
+            raise GraphoptError(f"{path}: expected {expected}{other}")
     if not rows:
         raise GraphoptError(f"{path}: expected rows, found an empty file")
     names = [name.strip() for name in rows[0]] if header else [str(i) for i in range(len(rows[0]))]
@@ -226,20 +213,18 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         problem = "more than fits into memory" if isinstance(error, MemoryError) else line(error)
         if isinstance(error, UnicodeDecodeError):
             problem = f"{problem}: save it as UTF-8"
-        raise GraphoptError(f"{path}: expected {expected}{_other_format(path, expected) or f': {problem}'}") from error
+        if other := _other_format(path, expected):
+            expected = expected.partition(", found")[0]
+        raise GraphoptError(f"{path}: expected {expected}{other or f': {problem}'}") from error
 
 
 def _other_format(path: str | Path, expected: str) -> str:
     """Return what a file is that a reader of the expected format refuses, and what to do, or nothing."""
-    with open(Path(path), "rb") as file:  # a number would be that of an open file
-        start = file.read(16)
-    ending = Path(path).suffix.lower()
-    if start.startswith(b"PK\x03\x04"):
+    found, ending = foreign_content(path), Path(path).suffix.lower()
+    if found is not None and found[0] == ZIP:
         kind = _SPREADSHEETS.get(ending)
-        found = ("a zip archive", "unpack it") if kind is None else (f"{kind} ({ending})", _SAVED_AS_CSV)
-        return "" if ending == ".npz" else f", found {found[0]}: {found[1]}"
-    known = [found for begin, found in _OTHER_FORMATS.items() if start.startswith(begin)]
-    return f", found {known[0][0]}: {known[0][1]}" if known and known[0][0] not in expected else ""
+        found = None if ending == ".npz" else found if kind is None else (f"{kind} ({ending})", SAVED_AS_CSV)
+    return f", found {found[0]}: {found[1]}" if found and found[0] not in expected else ""
 
 
 def reason(error: OSError) -> str:

@@ -16,6 +16,7 @@ from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray, wit
 from graphopt.data.tables import Columns, cells, is_frame, names_in
 from graphopt.data.tabular import IN_MEMORY, of_columns
 from graphopt.errors import GraphoptError, kind_of, line
+from graphopt.graph.metadata import column_names_in
 from graphopt.graph.roles import Role, role_of
 
 # Methods of a data set with rows.
@@ -76,6 +77,8 @@ def _features_by_input(columns: Mapping[str, object], inputs: Mapping[str, ir.Va
     wanted = _data_inputs(inputs)
     if len(wanted) == 1 and _reads_strings(wanted):
         return {only: [name for name in columns if name not in (TARGET, WEIGHT)] for only in wanted}
+    if (names := column_names_in([*wanted.values()])) is not None:
+        return names
     return {name: name for name in wanted} if len(wanted) > 1 and columns.keys() >= wanted.keys() else None
 
 

@@ -19,7 +19,7 @@ from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
 from graphopt.data.language.preferences import FIELDS
 from graphopt.data.tabular import IN_MEMORY, option, read_as_input
-from graphopt.errors import GraphoptError, kind_of
+from graphopt.errors import GraphoptError, kind_of, some
 from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import dtype_of, name_of
 from graphopt.moments import pieces, row_index
@@ -269,6 +269,10 @@ class _Column:
                 "loss=binary_cross_entropy, for quantities loss=mean_squared_error"
             )
         mend = other_shape(list(shape)[1:], found, self.name, are_pictures=self._is_picture) or mend
+        if self._table is not None and self._table.names and len(static) == len(found) == 1:
+            ways = option(self._table.source, "features", ["..."])
+            named = some([name or repr(name) for name in self._table.names], 10)
+            mend = f", of the columns {named}: {ways} names those that the model takes"
         if self._is_text and len(static) == len(found) == 1:
             mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"
             if self._is_target:

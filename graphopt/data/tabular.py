@@ -45,6 +45,12 @@ def of_columns(
     if columns is not None and isinstance(features, Mapping):
         raise GraphoptError(f"{path}: expected one input of columns, found features of {', '.join(features)}")
     wanted = {} if columns is None else check_description(columns)
+    if features is None and "" in others:
+        warnings.warn(
+            f"{path}: a column without a name is a feature: pandas writes an index so, without to_csv(index=False); "
+            f"{option(path, 'features', ['...'])} names the features",
+            stacklevel=2,
+        )
     if features is None:
         features = others if columns is None else named_in(wanted, others)
     only = None if isinstance(features, Mapping) else FEATURES
@@ -111,9 +117,10 @@ def is_numeral(text: str) -> bool:
     return len(text) <= LONGEST_CELL and suits(float, text)
 
 
-def option(path: str, name: str, value: str) -> str:
+def option(path: str, name: str, value: str | Sequence[str]) -> str:
     """Return how a file's option is set on the command line, or an argument of `graphopt.data.table`."""
     in_python = None if value == "null" else value
+    value = value if isinstance(value, str) else f"[{','.join(value)}]"
     return f"graphopt.data.table(..., {name}={in_python!r})" if path == IN_MEMORY else f"data.{name}={value}"
 
 
@@ -132,7 +139,9 @@ def _check_known(
             raise GraphoptError(f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}")
         if name not in known:
             target, none = option(path, "target", "NAME"), option(path, "target", "null")
-            mend = f": name the column to predict, {target}, or leave it out, {none}" if name in targets else ""
+            features = option(path, "features", ["..."])
+            mend = f": name the column to predict, {target}, or leave it out, {none}"
+            mend = mend if name in targets else f": {features} names the features, in the order of those that trained"
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
 
@@ -223,12 +232,12 @@ def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | N
         expected, found = ("a number", words[0]) if odd else ("a class", "")
         raise GraphoptError(
             f"{path}: column {name!r}, row {texts.index(found)}: expected {expected}, found {found!r}: mend it, leave "
-            f"out the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
+            f"out the row, or name the classes, {option(path, 'labels', words[:20])}"
         )
     if not are_codes and written_as(words):
         raise GraphoptError(
             f"{path}: column {name!r}: expected plain numbers, or names of classes, found {words[0]!r}: write numbers "
-            f"such as 1500.5 into the column, or name the classes, {option(path, 'labels', f'[{some(words, 3)}]')}"
+            f"such as 1500.5 into the column, or name the classes, {option(path, 'labels', words[:3])}"
         )
     if len(words) > min(_MOST_CLASSES, max(_FEW_CLASSES, len(texts) // 2)):
         raise GraphoptError(

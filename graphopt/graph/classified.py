@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import DERIVED, Note, Text, add_note
+from graphopt.graph.metadata import DERIVED, Note, Text, add_note, names_in
 from graphopt.graph.roles import Role, TargetSpec, with_role
 from graphopt.graph.values import constant_of, dims_of, rank
 
@@ -58,12 +57,7 @@ def note_classification(proto: onnx.ModelProto, model: ir.Model) -> None:
 
 def labels_in(model: ir.Model) -> list[str] | None:
     """Return the names of the classes in a model's metadata, or None."""
-    text = LABELS.read(model)
-    with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
-        labels = json.loads(text or "")
-        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            return labels
-    return None
+    return names_in(LABELS.read(model))
 
 
 def set_labels(proto: onnx.ModelProto, labels: Sequence[str], *, keep: bool = False) -> None:

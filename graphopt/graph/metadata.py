@@ -7,11 +7,12 @@ untrusted file, so reading checks their form. No other module accesses `metadata
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import enum
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -40,8 +41,8 @@ class _Entry:
         """Remove the entry if it exists."""
         holder.metadata_props.pop(self.key, None)
 
-    def write_in(self, proto: onnx.ModelProto, text: str | None, *, keep: bool = False) -> None:
-        """Write the entry of a model's message, or remove it if `text` is None; `keep` keeps one that exists."""
+    def write_in(self, proto: onnx.ModelProto | onnx.ValueInfoProto, text: str | None, *, keep: bool = False) -> None:
+        """Write the entry of a message, or remove it if `text` is None; `keep` keeps one that exists."""
         found = [i for i, entry in enumerate(proto.metadata_props) if entry.key == self.key]
         if found and keep:
             return
@@ -94,6 +95,8 @@ BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 # Of a model of images, in the words of ONNX's documentation, MetadataProps.md: how its pixels are scaled
 PIXEL_RANGE = Text("Image.NominalPixelRange")
+# Of an input: the names of the columns of the table that trained, a list in JSON; the trained model has it, too
+COLUMN_NAMES = Text("graphopt.column_names")
 # A weight that is 1 more in the file than in its module, as of Gemma's norms
 ADDS_ONE = Flag("graphopt.adds_one")
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
@@ -144,8 +147,8 @@ def all_of(holder: Holder) -> dict[str, str]:
 
 
 def remove_own(holder: Holder) -> None:
-    """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded by a module's export."""
-    kept = (FROZEN.key, EXPORTED, DERIVED)
+    """Remove graphopt's notes except those of the file: what is frozen, derived, or recorded."""
+    kept = (FROZEN.key, EXPORTED, DERIVED, COLUMN_NAMES.key)
     for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
 
@@ -270,16 +273,47 @@ def forget_description(model: ir.Model) -> None:
     """Remove the notes that only describe a model."""
     for entry in _DESCRIBING:
         entry.remove(model)
+    for value in model.graph.inputs:
+        COLUMN_NAMES.remove(value)
 
 
 def forget_description_of(proto: onnx.ModelProto) -> None:
     """Remove from a model's message the notes that only describe it, and what references to its weights describe."""
     for entry in _DESCRIBING:
         entry.write_in(proto, None)
+    forget_column_names_of(proto)
     for tensor in proto.graph.initializer:
         if tensor.external_data:  # a reference
             tensor.ClearField("doc_string")
             tensor.ClearField("metadata_props")
+
+
+def forget_column_names_of(proto: onnx.ModelProto) -> None:
+    """Remove from a model's message the names of the columns that it has trained on."""
+    for value in proto.graph.input:
+        COLUMN_NAMES.write_in(value, None)
+
+
+def names_in(text: str | None) -> list[str] | None:
+    """Return the names in a note, or None if it is missing or another program's."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        names = json.loads(text or "")
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+    return None
+
+
+def column_names_in(inputs: Sequence[ir.Value]) -> list[str] | None:
+    """Return the names of the columns that the only one of a model's inputs read when it trained, or None."""
+    return names_in(COLUMN_NAMES.read(inputs[0])) if len(inputs) == 1 else None
+
+
+def note_column_names(inputs: Sequence[ir.Value], names: Sequence[str]) -> None:
+    """Note the names of columns at the only one of a model's inputs; names that are whole numbers are places."""
+    if len(inputs) == 1:
+        COLUMN_NAMES.remove(inputs[0])
+        if not all(map(str.isdecimal, names)):
+            COLUMN_NAMES.write(inputs[0], json.dumps(list(names)))
 
 
 def add_note(proto: onnx.ModelProto, note: Note) -> None:

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError, Message
 
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, line
-from graphopt.files import replacing
+from graphopt.files import foreign_content, replacing
 from graphopt.graph import metadata
 from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
@@ -40,6 +40,12 @@ MAPPED_FROM = 2**26  # bytes of weights in files beside a model; fewer are read 
 _SNAPSHOTS = "snapshots"  # a folder of models in the cache of Hugging Face
 _PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
+# Endings of files that are neither models, in any form of ONNX, nor checkpoints without an ending of their own
+_OTHER_FORMATS = (
+    *(".arrow", ".csv", ".feather", ".jsonl", ".npy", ".npz", ".parquet", ".tsv", ".txt", ".xlsx", ".yaml", ".yml"),
+    *(".gguf", ".h5", ".keras", ".onnx", ".onnx_adapter", ".ort", ".pkl", ".pt", ".pth", ".safetensors", ".tflite"),
+    *(".flac", ".gz", ".html", ".jpeg", ".jpg", ".md", ".mp3", ".pdf", ".png", ".py", ".svg", ".wav", ".zip"),
+)
 
 Weights = dict[str, ir.TensorProtocol]
 # For a weight, its file, and its offset and length there
@@ -148,9 +154,10 @@ def _clear_names(nodes: Iterable[onnx.NodeProto]) -> None:
 
 
 def model_digest(model: ir.Model) -> str:
-    """Return the SHA-256 sum of a model with its weights."""
-    content, weights = message(model)
-    sums = hashlib.sha256(content)
+    """Return the SHA-256 sum of a model with its weights, whatever the columns are called that it has trained on."""
+    proto, weights = apart(model)
+    metadata.forget_column_names_of(proto)
+    sums = hashlib.sha256(_bytes(proto))
     for tensor in weights.values():
         sums.update(tensor.tobytes())
     return sums.hexdigest()
@@ -225,7 +232,10 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
 
     Args:
         model: an onnx_ir.Model or an onnx.ModelProto.
-        path: the file to write.
+        path: the file to write, whose ending is not that of another format, such as .npz.
+
+    Raises:
+        GraphoptError: the first argument is no model, or the path is none of a model. Nothing is written.
 
     >>> from graphopt import models
     >>> graphopt.save(models.linear((2,), 1), "model.onnx")
@@ -254,11 +264,17 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
         write_message(proto, path)
 
 
-def path_of_file(path: str | os.PathLike[str], call: str) -> Path:
-    """Return a path that names a file, or raise an error."""
-    path = Path(path)
+def path_of_file(path: str | os.PathLike[str], call: str, example: str = "model.onnx") -> Path:
+    """Return a path to write a file like `example` to, or raise an error: a file of another format may lie there."""
+    given, path = path, Path(path)
     if not path.name:
-        raise GraphoptError(f"{call}: expected the path of a file, found {os.fspath(path)!r}")
+        raise GraphoptError(f"{call}: expected the path of a file, found {os.fspath(given)!r}")
+    ending, own = path.suffix.lower(), Path(example).suffix
+    if ending in _OTHER_FORMATS and ending != own:
+        raise GraphoptError(
+            f"{call}: expected a path such as {example}, found {path}, whose ending is another format's: end it in "
+            f"{own}"
+        )
     return path
 
 
@@ -297,7 +313,9 @@ def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlace
     except OSError as error:
         raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
     except _UNREADABLE as error:
-        raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
+        known = foreign_content(path)
+        found = f"another file ({line(error)})" if known is None else ": ".join(known)
+        raise GraphoptError(f"{path}: expected an ONNX model, found {found}") from error
 
 
 def _read_external(proto: onnx.ModelProto, folder: Path) -> WeightPlaces:

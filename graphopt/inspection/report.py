@@ -102,8 +102,10 @@ def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Repo
         batch: the number of rows in the estimate of memory.
 
     Raises:
-        GraphoptError: the model cannot be read.
+        GraphoptError: the model cannot be read, or the batch has more rows than an estimate takes.
     """
+    if batch is not None and batch > MOST_ROWS:
+        raise GraphoptError(f"report: expected a batch of at most {MOST_ROWS:,} rows to estimate, found {batch:,}")
     model = load(source)
     result = Report(model.clone(), batch=batch)
     for name, steps in pipeline.items():
@@ -147,6 +149,7 @@ def saved_by_kernels(result: Report, opened: Callable[[bool], Executor]) -> str:
     return f"  a step     {shown}: {plain / native:.2f} times as fast, at {_at(result)}"
 
 
+MOST_ROWS = 2**20  # of an estimate, whose own memory grows with them: inference lists what a Range computes
 _OPEN = f"no size of the open axes runs, of {', '.join(map(str, SIZES))}"
 
 

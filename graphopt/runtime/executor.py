@@ -52,11 +52,11 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
 
     Args:
         model: a path, an onnx.ModelProto or an onnx_ir.Model.
-        inputs: an array for each input, by name.
+        inputs: an array for each input, by name; state has an initial value, and may be left out.
         threads: the number of threads per operator.
 
     Raises:
-        GraphoptError: no ONNX Runtime is installed, it has no kernel for an operator, or an input is missing.
+        GraphoptError: no ONNX Runtime is installed, or has no kernel for an operator; an input is missing or unknown.
 
     >>> import numpy
     >>> from graphopt import models
@@ -68,6 +68,11 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
         raise GraphoptError(f"run: expected arrays by name, such as {{'x': ...}}, found {kind_of(inputs)}")
     device = Device("cpu", threads=threads, flush_denormals=False)
     loaded = load(model)
+    known = [name_of(value) for value in loaded.graph.inputs]
+    if others := [name for name in inputs if name not in known]:
+        raise GraphoptError(f"run: {unknown('input', str(others[0]), known)}")
+    for name in loaded.graph.initializers.keys() & inputs.keys():  # initial values, in whose place these are fed
+        loaded.graph.initializers.pop(name).const_value = None
     for value in loaded.graph.inputs:
         array = inputs.get(name_of(value))
         if isinstance(array, np.ndarray) and array.dtype.kind in "iufb" and value.dtype is not None:

@@ -23,6 +23,7 @@ from graphopt.graph.original import write_weights
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import STEP, accumulators
+from graphopt.graph.storage import path_of_file
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.state_buffers import Copies
@@ -135,6 +136,7 @@ class ExecutorState:
                 f"save: expected the path of a checkpoint, such as state.safetensors, found {path}, that of a model: "
                 f"for the trained model, call graphopt.save(executor.trained(), {os.fspath(path)!r})"
             )
+        path = path_of_file(path, "save", "state.safetensors")
         with self._lock:
             arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._buffers.batches}
         if checksum and (base := self._base) is not None:

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -24,6 +23,7 @@ from graphopt.graph.metadata import original_name
 from graphopt.graph.model_folders import DECODER, Architecture
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.roles import Role, TargetSpec, with_role
+from graphopt.graph.storage import path_of_file
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 
@@ -79,6 +79,7 @@ def save_adapter(
         adapter = peft_adapter(model, state, found, names)
         write_folder(path, peft.folder_contents(_described(adapter, model, names, base_name)))
         return
+    path = path_of_file(path, "save_adapter", "adapter.onnx_adapter")
     for argument, given in (("names", names), ("base_name", base_name)):
         if given is not None:
             raise GraphoptError(
@@ -92,7 +93,7 @@ def save_adapter(
             "trained in full: they are in executor.trained(into=..., adapters='slots')",
             stacklevel=3,
         )
-    adapter_file.write_adapter_file(slot_arrays(found), Path(path))
+    adapter_file.write_adapter_file(slot_arrays(found), path)
 
 
 def slot_arrays(adapters: Sequence[Adaptation]) -> dict[str, np.ndarray]:

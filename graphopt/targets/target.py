@@ -16,7 +16,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import skeleton
 from graphopt.graph.strictness import check_remembered, compares_now
 from graphopt.pipeline import Pipeline, check_pipeline
-from graphopt.targets.native.cache import own_version, read_model, write_cached
+from graphopt.targets.native.cache import own_version, read_model, trim, write_cached
 from graphopt.targets.native.lowering import Kernels
 from graphopt.targets.onnxruntime.fuse import Fuse
 from graphopt.targets.portable import FORMS, Portable
@@ -89,6 +89,7 @@ class Target(Checked):
         if all(weights.get(name) is tensor for name, tensor in left.items()):  # it has no weights of its own
             with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
                 write_cached(f"{digest}.onnx", content, _ROOM)
+                trim(_ROOM)
         return model
 
 

@@ -22,8 +22,8 @@ from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import OWNER
-from graphopt.graph.roles import TargetSpec
+from graphopt.graph.metadata import OWNER, note_column_names
+from graphopt.graph.roles import TargetSpec, data_inputs
 from graphopt.graph.state import Pruning
 from graphopt.graph.storage import model_digest
 from graphopt.graph.values import name_of
@@ -134,6 +134,8 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
         workers.check_alike(_facts(executor, source, options))
     if isinstance(data, Dataset) and data.labels:
         executor.labels = data.labels
+    if isinstance(data, Dataset) and data.names and data.columns is None:
+        note_column_names(data_inputs(executor.model), data.names)
     callbacks = [*callbacks_of(options.callbacks), *_progress(options)]
     _begin_privacy(executor, source, options)
     loop = TrainingLoop(executor, source, held_out, dataclasses.replace(options, callbacks=callbacks))

@@ -33,6 +33,7 @@ from graphopt.cli.composition.expansion import check_expansion, flattened, plain
 from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, mapping, run_of
 from graphopt.cli.composition.sources import FOLDERS, RunsRecipe, register
 from graphopt.cli.run_folder import Before
+from graphopt.cli.tuning.proposal import in_shell, quoted
 from graphopt.errors import GraphoptError, unknown
 
 # A path, because `recipes` could be a package in the working directory.
@@ -522,7 +523,9 @@ def _parse(*overrides: str) -> list[Override]:
         if any(line.count(one) != line.count(other) for one, other in BRACKETS):
             mend = f'close its brackets, and quote it if it has spaces, as in "{key}=[a, b]"'
         else:
-            mend = f"write one = and no comma at the end, and quote a text, as in \"{key}='a text'\""
+            text = line.partition("=")[2]
+            example = [f"{key}={quoted(text if text.count(chr(39)) % 2 else 'a text')}"]
+            mend = f"write one = and no comma at the end, and quote a text, as in {in_shell(example)}"
         raise GraphoptError(f"{line}: expected FIELD=VALUE, found what Hydra cannot read: {mend}") from error
 
 

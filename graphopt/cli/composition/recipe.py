@@ -54,10 +54,10 @@ from graphopt.graph.classified import LABELS, are_numbers, class_names, labels_i
 from graphopt.graph.encoders import Encoders, string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import PIXEL_RANGE
+from graphopt.graph.metadata import PIXEL_RANGE, column_names_in, note_column_names
 from graphopt.graph.postprocessing import Caches
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.roles import STATE, Role, data_inputs, with_role
 from graphopt.graph.state import NORMS
 from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
@@ -96,7 +96,7 @@ def check_format(file: str) -> None:
 def nearest_file(missing: str, ending: str) -> str | None:
     """Return the path of the file with an ending whose name is nearest to that of a missing one, or None."""
     place = Path(missing)
-    near = nearest(place.stem, sorted(file.stem for file in place.parent.glob(f"*{ending}")))
+    near = nearest(place.stem, sorted(file.stem for file in place.parent.glob(f"*{ending}") if file.exists()))
     return near and str(place.with_name(f"{near}{ending}"))
 
 
@@ -204,7 +204,7 @@ class Recipe:
 
     @property
     def _by_input(self) -> dict[str, object]:
-        """Return the columns by input for a model that takes strings, if the recipe names none."""
+        """Return the columns of a model that takes strings, or has trained on some, if the recipe names none."""
         name, fields = str(self._trained or self.fields["model"]), self.fields["data"]
         is_told = fields.get("features") is not None or fields.get("columns") is not None
         if is_told or name in self.fields["models"] or not Path(name).is_file():
@@ -212,8 +212,10 @@ class Recipe:
         model = load(name, limits=self.limits)
         note = Encoders.read(model)  # of a training graph
         inputs = [name_of(x) for x in model.graph.inputs if not x.is_initializer()] if note is None else note.inputs
-        takes_strings = note is not None or bool(string_inputs(model))
-        return {"features": dict(zip(inputs, inputs, strict=True))} if takes_strings else {}
+        if note is not None or string_inputs(model):
+            return {"features": dict(zip(inputs, inputs, strict=True))}
+        names = column_names_in(data_inputs(model))
+        return {} if names is None else {"features": names}
 
     def fed(self, executor: Executor) -> tuple[Dataset | Rollouts, dict[str, Any]]:
         """Return the data and the options of `fit`; with a reward, the data is completions of prompts."""
@@ -377,6 +379,8 @@ class Recipe:
         if name in models:
             return
         check_format(name)
+        if not Path(name).exists() and Path(name).is_symlink():
+            raise GraphoptError(f"{name}: expected a file, found a link to {os.readlink(name)}, which is missing")
         if not Path(name).exists():
             meant = [nearest(Path(name).stem, models), nearest_file(name, ".onnx")]
             if name.endswith(".onnx"):
@@ -446,6 +450,8 @@ class Recipe:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
         if self.data.pixel_range is not None:
             PIXEL_RANGE.write(program[0], self.data.pixel_range)
+        if self.data.names and self.columns is None:
+            note_column_names(data_inputs(program[0]), self.data.names)
         return program
 
     def save_trained(self, executor: Executor, path: Path) -> None:

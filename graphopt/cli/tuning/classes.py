@@ -21,6 +21,7 @@ from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from passes.losses.classification import activation_behind
 from passes.parts.features import cut_features
 
 EPOCHS, PATIENCE = 100, 10  # of a head, whose epochs are short
@@ -83,7 +84,7 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     """
     output = first_output(proposed, model)
     size = dims_of(output)[-1] if output is not None and output.shape else None
-    operator = propose_logits(proposed, output)
+    propose_logits(proposed, output)
     if isinstance(size, int) and len(names) != size:
         names = []  # of other outputs
     is_kept, is_grown = {*labels} <= {*names}, bool(names) and {*names} < {*labels}
@@ -100,13 +101,13 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     name = None if output is None else name_of(output)
     return standard(
         adapter=passes.Head(name, len(classes), grow=is_kept or is_grown),
-        loss=passes.CrossEntropy(output=name, from_logits=operator != "Softmax"),
+        loss=passes.CrossEntropy(output=name, from_logits="loss.from_logits" not in proposed.fields),
         optimizer=passes.SGD(0.1),
     )
 
 
-def propose_logits(proposed: Proposal, output: ir.Value | None) -> str:
-    """Propose probabilities in place of logits behind a Softmax; return the operator that computes an output.
+def propose_logits(proposed: Proposal, output: ir.Value | None) -> None:
+    """Propose a loss of probabilities, if an output has them in place of logits.
 
     Raises:
         GraphoptError: the model predicts each label by itself, so that its outputs are no classes.
@@ -117,9 +118,8 @@ def propose_logits(proposed: Proposal, output: ir.Value | None) -> str:
             "tune: expected logits or probabilities of classes, found a Sigmoid, of labels that do not exclude "
             "each other: train the model by a recipe with loss=binary_cross_entropy"
         )
-    if operator == "Softmax":
+    if activation_behind(output):
         proposed.fields["loss.from_logits"] = "false"
-    return operator
 
 
 def frozen_part(pipeline: Pipeline, model: ir.Model) -> ir.Model:

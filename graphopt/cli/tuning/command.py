@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import inspect
 import os
-import shlex
 import sys
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +27,9 @@ from graphopt.cli.tuning.classes import as_written, first_output, freed, head_of
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import HEAD_RATE, Proposal, list_text, quoted
+from graphopt.cli.tuning.proposal import HEAD_RATE, Proposal, in_shell, list_text, quoted, read
 from graphopt.cli.tuning.recordings import of_recordings
-from graphopt.cli.words import TUNE, names_model, reader_of
+from graphopt.cli.words import TUNE, field_of, names_model, reader_of
 from graphopt.data.dataset import TARGET
 from graphopt.data.files import csv_columns
 from graphopt.data.language.documents import is_lines
@@ -75,7 +74,7 @@ def tune(
     plain = [word for word in words if "=" not in word and word != TUNE]
     for word in plain:
         check_format(word)
-    said = dict(word.split("=", 1) for word in words if "=" in word)
+    said = dict(field_of(word, ()).split("=", 1) for word in words if "=" in word)
     models, others = ([word for word in plain if names_model(word) == is_model] for is_model in (True, False))
     if not models or len(others) != 1:
         raise GraphoptError(
@@ -92,7 +91,7 @@ def tune(
         head = folder
         _run(console, _deeper(head, proposed), main)
         folder = _better(console, head)
-    say(console, "again", shlex.join(["graphopt", f"recipe={quoted(str(folder))}"]))
+    say(console, "again", in_shell(["graphopt", f"recipe={quoted(str(folder))}"]))
     if is_watched() and not console.quiet:
         _open(folder / REPORT)
 
@@ -279,10 +278,10 @@ def _run(console: Console, proposed: Proposal, main: Callable[[Sequence[str]], i
     """Print a proposal, run it, and return the folder of the run."""
     for topic, text in proposed.lines.items():
         say(console, topic, text)
-    say(console, "recipe", shlex.join(["graphopt", *proposed.overrides]))
+    say(console, "recipe", in_shell(["graphopt", *proposed.overrides]))
     if code := main(proposed.overrides):
         raise SystemExit(code)
-    return Path(str(proposed.value("folder")).strip("'"))
+    return Path(str(read(f"folder={proposed.value('folder')}")))
 
 
 def _deeper(head: Path, proposed: Proposal) -> Proposal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 HEAD_RATE = "0.005"  # of AdamW, on features of a head that are standardized
 VALIDATION_LOSS = "validation_loss"
 GIVE_ROWS = "give rows of what it takes, a table or an .npz of arrays by the names of its inputs, with 'target'"
+_OF_SHELL = {*"$`\\!"}  # what has a meaning in double quotes
 _PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
 
 
@@ -42,8 +44,7 @@ class Proposal:
     def arguments(self, part: str, names: Sequence[str]) -> dict[str, Any]:
         """Return those of a part's fields that the user has named, as Hydra reads them."""
         given = {name: self.said[f"{part}.{name}"] for name in names if f"{part}.{name}" in self.said}
-        parser = OverridesParser.create()
-        return {name: parser.parse_override(f"{name}={text}").value() for name, text in given.items()}
+        return {name: read(f"{name}={text}") for name, text in given.items()}
 
     def wait(self, epochs: int, patience: int) -> None:
         """Propose to train until the measure that chooses the epoch has not improved in some epochs."""
@@ -76,6 +77,11 @@ class Proposal:
             self.fields["data.labels"] = list_text(labels)
 
 
+def read(override: str) -> Any:
+    """Return the value of a field as Hydra reads it."""
+    return OverridesParser.create().parse_override(override).value()
+
+
 def quoted(text: str) -> str:
     """Return a text as Hydra reads it: in quotes, if it has characters of its grammar.
 
@@ -85,7 +91,19 @@ def quoted(text: str) -> str:
     """
     if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
         return text
-    return str(QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes())
+    quote = Quote.double if "'" in text and '"' not in text else Quote.single
+    return str(QuotedString(text.replace("${", "\\${"), quote).with_quotes())
+
+
+def in_shell(words: Sequence[str]) -> str:
+    """Return words as one types them in a shell.
+
+    >>> from graphopt.cli.tuning.proposal import in_shell
+    >>> print(in_shell(["graphopt", "data.path='my photos'", "data.size=[8,8]"]))
+    graphopt "data.path='my photos'" 'data.size=[8,8]'
+    """
+    texts = {x: '"' + x.replace('"', '\\"') + '"' for x in words if "'" in x and not _OF_SHELL & {*x}}
+    return " ".join(texts.get(x) or shlex.quote(x) for x in words)
 
 
 def list_text(texts: Sequence[str]) -> str:

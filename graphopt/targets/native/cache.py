@@ -10,8 +10,10 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +28,8 @@ _PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
 _MODULES = ("arguments", "errors", "fields", "files", "intervals", "pipeline")
 _SOURCES = ("graph", "targets", *(f"{name}.py" for name in _MODULES))
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
+MOST_BYTES = 2**30  # of the files of a room that were not used in the last day
+_DAY = 24 * 60 * 60  # seconds
 
 
 def cache_folder(room: str = "native") -> Path:
@@ -55,7 +59,11 @@ def read_cached(name: str, room: str = "native") -> bytes | None:
     """Return the content of a file of the cache; None if it is missing or is not what was written."""
     path = cache_folder(room) / name
     content, noted = read_regular(path), read_regular(path.with_name(name + SUM), most=1000)
-    return content if content is not None and noted == _sum(content) else None
+    if content is None or noted != _sum(content):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # `trim` deletes what was used longest ago
+    return content
 
 
 def write_cached(name: str, content: bytes, room: str = "native", mode: int = 0o666) -> Path:
@@ -89,6 +97,24 @@ def write_first(name: str, content: bytes, room: str = "native") -> Path:
         os.link(Path(work, name), path)
     first = read_regular(path)
     return write_cached(name, content if first is None else first, room)
+
+
+def trim(room: str = "native") -> None:
+    """Delete files of the cache that were used longest ago, as long as there are too many bytes of a day or older."""
+    files, before = [], time.time() - _DAY
+    for path in cache_folder(room).iterdir():
+        with contextlib.suppress(OSError):  # another process has just moved it
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_mtime < before and path.suffix != SUM:
+                files.append((status.st_mtime, status.st_size, path))
+    left = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if left <= MOST_BYTES:
+            return
+        left -= size
+        with contextlib.suppress(OSError):  # on Windows, a process has loaded it
+            path.unlink()
+            path.with_name(path.name + SUM).unlink(missing_ok=True)
 
 
 def read_model(name: str, weights: Mapping[str, ir.TensorProtocol], room: str = "native") -> ir.Model | None:

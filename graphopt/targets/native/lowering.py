@@ -24,7 +24,7 @@ from graphopt.graph.strictness import check_remembered, compares_now
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.attention import attention_kernels
-from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
+from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, trim, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel, example_gradient_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
@@ -214,6 +214,7 @@ def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered |
         note = {"library": library.name, "check": result.check, "shared": shared}
         write_cached(f"{digest}.onnx", content)
         write_cached(f"{digest}.json", json.dumps(note).encode())
+        trim()
     except OSError as error:
         raise GraphoptError(f"native: expected a cache folder to write to, found none: {error}") from error
     return Lowered(result.model, library, result.check, shared, digest)

@@ -23,7 +23,7 @@ from graphopt.graph.values import name_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import PERCENT, line_chart
 from graphopt.inspection.drawing import kinds_of_nodes
-from graphopt.inspection.report import Report
+from graphopt.inspection.report import MOST_ROWS, Report
 from graphopt.inspection.words import duration, is_share, label_of, measure_text, readable
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
@@ -98,7 +98,8 @@ class Page(Callback):
         curves = list(self._charts(run))
         ended = f"stopped: {run.stopped}" if run.stopped else "complete"
         about = f"{len(run.records):,} of {run.epochs:,} epochs, {last['step']:,} steps, {ended}"
-        report = Report(self._model, [("pipeline", "", step, 0.0)], batch=self._batch_size)
+        batch = min(self._batch_size, run.rows or self._batch_size, MOST_ROWS)
+        report = Report(self._model, [("pipeline", "", step, 0.0)], batch=batch)
         return html.page(
             self._title,
             about,

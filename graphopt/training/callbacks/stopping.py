@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class Monitor(Callback, ABC):
         monitor: the measure of an epoch to follow, such as `validation_loss`, `accuracy` or `loss`.
         patience: the number of epochs without an improvement after which to act.
         min_delta: the amount by which the measure has to be better than the best so far.
-        mode: `min` if less is better, `max` if more is; `auto` decides by the name.
+        mode: `min` if less is better, `max` if more is; `auto` decides by the name. A mode against the name, such as
+            `max` for a loss, is obeyed, as by Keras, with a warning.
     """
 
     monitor: str = "validation_loss"
@@ -55,7 +57,15 @@ class Monitor(Callback, ABC):
         if self.mode not in _MODES:
             raise GraphoptError(f"{type(self).__name__}: {unknown('mode', str(self.mode), _MODES)}")
         check_options(self)
-        self._larger = self.mode == "max" or (self.mode == "auto" and larger_is_better(self.monitor))
+        larger = larger_is_better(self.monitor)
+        if self.mode == ("min" if larger else "max") and larger != ("loss" in self.monitor.lower()):
+            warnings.warn(
+                f"{type(self).__name__}(monitor={self.monitor!r}, mode={self.mode!r}): a "
+                f"{'larger' if larger else 'smaller'} value is better, and this mode takes the worst epoch for the "
+                "best: leave mode out",
+                stacklevel=3,
+            )
+        self._larger = self.mode == "max" or (self.mode == "auto" and larger)
         super().__post_init__()
 
     def reset(self) -> None:
