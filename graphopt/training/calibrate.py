@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +13,10 @@ from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, WEIGHT, Dataset
 from graphopt.data.foreign import as_dataset, by_name, has_rows, is_text, relabelled
 from graphopt.data.loader import TrainingRows
+from graphopt.data.tables import is_frame
 from graphopt.derivatives import normal_form
-from graphopt.errors import GraphoptError, kind_of
-from graphopt.graph.classified import LABELS, are_numbers, class_names
+from graphopt.errors import GraphoptError, kind_of, some
+from graphopt.graph.classified import LABELS, are_numbers, class_name, class_names
 from graphopt.graph.inference import as_it_came
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass
@@ -61,7 +63,8 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
             f"calibrate: expected a model without an input {TARGET!r}, the name of the targets in the data, found one: "
             "rename it"
         )
-    rows = numbered(as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()}), file)
+    given = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
+    rows = numbered(given, file, by_alphabet=isinstance(data, tuple) or is_frame(data))
     if WEIGHT in rows.arrays:
         raise GraphoptError(
             f"calibrate: expected rows that count alike, found an array {WEIGHT!r}: leave it out, or draw rows by it"
@@ -76,21 +79,25 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
     return calibrated
 
 
-def numbered(data: Dataset, file: ir.Model) -> Dataset:
+def numbered(data: Dataset, file: ir.Model, *, by_alphabet: bool = False) -> Dataset:
     """Return rows whose classes have the numbers that they have in a file, by the names that it gives them.
 
+    Args:
+        by_alphabet: whether nobody has ordered the names in the data.
+
     Raises:
-        GraphoptError: it gives others, or none and has another number of classes, or numbers in the data may be names.
+        GraphoptError: it gives others, or none and has another number of classes, or the names have no order; or
+            numbers in the data may be names.
     """
     names, target = class_names(file) or (), data.arrays.get(TARGET)
     if target is None:
         return data
     if data.labels is None and is_text(target):
         labels, numbers = by_name(target)
-        data = replace(data, arrays={**data.arrays, TARGET: numbers}, labels=labels)
+        data, by_alphabet = replace(data, arrays={**data.arrays, TARGET: numbers}, labels=labels), True
     elif data.labels is None and not are_numbers(names):
-        found, numbers = np.unique(np.asarray(target, np.float64), return_inverse=True)
-        texts = tuple(f"{x:.17g}" for x in found)
+        found, numbers = np.unique(np.asarray(target), return_inverse=True)
+        texts = tuple(map(class_name, found))
         if {*texts} <= {*names} & {*map(str, range(len(names)))}:
             raise GraphoptError(
                 f"{data.source}: expected targets that are names of the classes {', '.join(names)}, or class numbers, "
@@ -100,10 +107,22 @@ def numbered(data: Dataset, file: ir.Model) -> Dataset:
             data = replace(data, arrays={**data.arrays, TARGET: numbers.reshape(-1)}, labels=texts)
     if data.labels is None or not are_numbers(names) or {*data.labels} <= {*names}:
         return relabelled(data, names, data.source)
+    if by_alphabet:
+        raise GraphoptError(
+            f"{data.source}: expected class numbers as the target of a file that names no classes, found names, "
+            f"{some([*data.labels], 5)}: give numbers, or the names in the order of the file's classes, "
+            "graphopt.data.Dataset(arrays, labels=[...])"
+        )
     due = {(len(data.labels),), *([(), (1,)] if len(data.labels) == 2 else ())}
     if not due & {dims_of(y)[1:] for y in file.graph.outputs if y.shape is not None}:
         raise GraphoptError(
             f"{data.source}: expected the names of all classes of a file that names none, found "
             f"{', '.join(data.labels)}: give class numbers as the target"
+        )
+    if [*data.labels] == sorted(data.labels):
+        warnings.warn(
+            f"{data.source}: the file names no classes: {some([*data.labels], 5)} are taken for its classes in this "
+            "order, 0 first; if it is another one, set data.labels",
+            stacklevel=2,
         )
     return data
