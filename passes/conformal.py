@@ -104,6 +104,7 @@ class PredictionSet(OfClasses, _Conformal):
             return p
         falling, order = op.TopK(p, op.shape_of(p, 1), axis=1, _outputs=2)
         less_likely = op.CumSum(falling, 1, exclusive=1, reverse=1)  # of the least likely class, 0 in each row
+        less_likely = less_likely + 0.0 * falling  # but NaN in a row of NaN
         if self.score == "raps":
             rank = op.Range(1, op.Squeeze(op.shape_of(p, 1)) + 1, 1)
             less_likely = less_likely - self.penalty * op.Max(op.Cast(rank - self.rank, to=p.dtype), 0.0)
