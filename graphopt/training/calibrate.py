@@ -13,7 +13,6 @@ from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, WEIGHT, Dataset
 from graphopt.data.foreign import as_dataset, by_name, has_rows, is_text, relabelled
 from graphopt.data.loader import TrainingRows
-from graphopt.data.tables import is_frame
 from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, kind_of, some
 from graphopt.graph.classified import LABELS, are_numbers, class_name, class_names
@@ -63,8 +62,7 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
             f"calibrate: expected a model without an input {TARGET!r}, the name of the targets in the data, found one: "
             "rename it"
         )
-    given = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
-    rows = numbered(given, file, by_alphabet=isinstance(data, tuple) or is_frame(data))
+    rows = numbered(as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()}), file)
     if WEIGHT in rows.arrays:
         raise GraphoptError(
             f"calibrate: expected rows that count alike, found an array {WEIGHT!r}: leave it out, or draw rows by it"
@@ -79,22 +77,20 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
     return calibrated
 
 
-def numbered(data: Dataset, file: ir.Model, *, by_alphabet: bool = False) -> Dataset:
+def numbered(data: Dataset, file: ir.Model) -> Dataset:
     """Return rows whose classes have the numbers that they have in a file, by the names that it gives them.
 
-    Args:
-        by_alphabet: whether nobody has ordered the names in the data.
+    Warn of the order that names take in a file that gives none, if it is the alphabet's.
 
     Raises:
-        GraphoptError: it gives others, or none and has another number of classes, or the names have no order; or
-            numbers in the data may be names.
+        GraphoptError: it gives others, or none and has another number of classes, or numbers in the data may be names.
     """
     names, target = class_names(file) or (), data.arrays.get(TARGET)
     if target is None:
         return data
     if data.labels is None and is_text(target):
         labels, numbers = by_name(target)
-        data, by_alphabet = replace(data, arrays={**data.arrays, TARGET: numbers}, labels=labels), True
+        data = replace(data, arrays={**data.arrays, TARGET: numbers}, labels=labels)
     elif data.labels is None and not are_numbers(names):
         found, numbers = np.unique(np.asarray(target), return_inverse=True)
         texts = tuple(map(class_name, found))
@@ -107,12 +103,6 @@ def numbered(data: Dataset, file: ir.Model, *, by_alphabet: bool = False) -> Dat
             data = replace(data, arrays={**data.arrays, TARGET: numbers.reshape(-1)}, labels=texts)
     if data.labels is None or not are_numbers(names) or {*data.labels} <= {*names}:
         return relabelled(data, names, data.source)
-    if by_alphabet:
-        raise GraphoptError(
-            f"{data.source}: expected class numbers as the target of a file that names no classes, found names, "
-            f"{some([*data.labels], 5)}: give numbers, or the names in the order of the file's classes, "
-            "graphopt.data.Dataset(arrays, labels=[...])"
-        )
     due = {(len(data.labels),), *([(), (1,)] if len(data.labels) == 2 else ())}
     if not due & {dims_of(y)[1:] for y in file.graph.outputs if y.shape is not None}:
         raise GraphoptError(
@@ -121,8 +111,8 @@ def numbered(data: Dataset, file: ir.Model, *, by_alphabet: bool = False) -> Dat
         )
     if [*data.labels] == sorted(data.labels):
         warnings.warn(
-            f"{data.source}: the file names no classes: {some([*data.labels], 5)} are taken for its classes in this "
-            "order, 0 first; if it is another one, set data.labels",
+            f"{data.source}: the file names no classes: {some([*data.labels], 5)} are taken for its classes from 0 on, "
+            "in this order: if it is another one, give class numbers, or graphopt.data.Dataset(arrays, labels=[...])",
             stacklevel=2,
         )
     return data
