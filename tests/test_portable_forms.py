@@ -393,7 +393,7 @@ def test_single_elements_of_arrays_that_mnn_cannot_count_are_refused(text):
         )
     )
     infer(given)
-    with pytest.raises(graphopt.GraphoptError, match="at most 16777216 numbers, .* found 16777217 x 1: train on"):
+    with pytest.raises(graphopt.GraphoptError, match=r"at most 16777216 numbers, .* found 16777217 x 1: train on"):
         passes.Portable("mnn")(given)
 
 

@@ -217,8 +217,8 @@ def of_near_places(form: Form | None = None) -> Form:
         sizes = known_sizes(node.inputs[0])
         if sizes and None not in sizes and math.prod(sizes) > _EXACT:  # type: ignore[arg-type]
             raise GraphoptError(
-                f"{node.op_type} {node.name}: expected an array of at most {_EXACT} numbers, since MNN rounds places to "
-                f"float32, found {' x '.join(map(str, sizes))}: train on another runtime"
+                f"{node.op_type} {node.name}: expected an array of at most {_EXACT} numbers, since MNN rounds "
+                f"places to float32, found {' x '.join(map(str, sizes))}: train on another runtime"
             )
         return None if form is None else form(op, node)
 
