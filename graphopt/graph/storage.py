@@ -155,7 +155,7 @@ def _clear_names(nodes: Iterable[onnx.NodeProto]) -> None:
 
 def model_digest(model: ir.Model) -> str:
     """Return the SHA-256 sum of a model with its weights, whatever the columns are called that it has trained on."""
-    proto, weights = apart(model)
+    proto, weights = apart(model) if is_large(model) else (ir.to_proto(model), Weights())
     metadata.forget_column_names_of(proto)
     sums = hashlib.sha256(_bytes(proto))
     for tensor in weights.values():
