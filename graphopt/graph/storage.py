@@ -232,10 +232,11 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
 
     Args:
         model: an onnx_ir.Model or an onnx.ModelProto.
-        path: the file to write, whose ending is not that of another format, such as .npz.
+        path: the file to write.
 
     Raises:
-        GraphoptError: the first argument is no model, or the path is none of a model. Nothing is written.
+        GraphoptError: the first argument is no model, or the path has the ending of another format, such as `.npz`.
+            Nothing is written.
 
     >>> from graphopt import models
     >>> graphopt.save(models.linear((2,), 1), "model.onnx")
@@ -272,8 +273,7 @@ def path_of_file(path: str | os.PathLike[str], call: str, example: str = "model.
     ending, own = path.suffix.lower(), Path(example).suffix
     if ending in _OTHER_FORMATS and ending != own:
         raise GraphoptError(
-            f"{call}: expected a path such as {example}, found {path}, whose ending is another format's: end it in "
-            f"{own}"
+            f"{call}: expected a path such as {example}, found {path}, an ending of another format: use {own}"
         )
     return path
 
