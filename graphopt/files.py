@@ -176,7 +176,10 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def foreign_content(path: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """Return what a file is by how it begins, and what to do with it, if that is known; a number names no file."""
+    """Return what a file is by how it begins, and what to do with it, if that is known.
+
+    A number is taken as a file name, not as an open file.
+    """
     with open(Path(path), "rb") as file:
         start = file.read(32)
     return next((found for begin, found in _CONTENTS.items() if start.lower().startswith(begin.lower())), None)

@@ -303,11 +303,11 @@ fault = all(
 """,
         needs=("onnx",),
     ),
-    "MNN-places": Fault(
+    "MNN-indices": Fault(
         "GatherElements, GatherND, ScatterElements and ScatterND",
         "MNN",
         "3.6.1",
-        "round places above 2^24 to float32",
+        "round indices above 2^24 to float32",
         ("graphopt/targets/portable/everywhere.py",),
         """
 x, i, u = np.arange(2**25 + 5, dtype=np.int32), np.array([2**25 + 3, 2**24 + 1], np.int32), np.array([7, 8], np.int32)

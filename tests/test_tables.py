@@ -653,7 +653,7 @@ def test_frames_of_plain_columns_are_read_by_name(tmp_path: Path) -> None:
     expected = predict(executor, frame.to_numpy())["y"]
     for model in (executor, file):
         np.testing.assert_array_equal(predict(model, other)["y"], expected)
-        with pytest.raises(GraphoptError, match=r"unknown column 'a'; known: b, c: .*features="):
+        with pytest.raises(GraphoptError, match=r"expected the column 'a', .* found b, c: rename.*features="):
             predict(model, frame[["b", "c"]])
 
 

@@ -78,6 +78,13 @@ def _features_by_input(columns: Mapping[str, object], inputs: Mapping[str, ir.Va
     if len(wanted) == 1 and _reads_strings(wanted):
         return {only: [name for name in columns if name not in (TARGET, WEIGHT)] for only in wanted}
     if (names := column_names_in([*wanted.values()])) is not None:
+        own = [name for name in columns if name not in (TARGET, WEIGHT)]
+        if missing := [name for name in names if name not in own]:
+            raise GraphoptError(
+                f"data: expected the column {missing[0]!r}, on which the model was trained, found {', '.join(own)}: "
+                "rename a column, or name the features in the order of training, "
+                "graphopt.data.table(frame, features=[...])"
+            )
         return names
     return {name: name for name in wanted} if len(wanted) > 1 and columns.keys() >= wanted.keys() else None
 

@@ -102,7 +102,7 @@ def write_first(name: str, content: bytes, room: str = "native") -> Path:
 
 
 def trim(room: str = "native") -> None:
-    """Delete files of the cache that were used longest ago, as long as there are too many bytes of a day or older.
+    """Delete files not used for a day, the least recently used first, until these take at most `MOST_BYTES`.
 
     What was measured once stays. Folders that are a week old go: those of processes that were killed, and reproducers.
     """

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.places import flat_places, flat_places_of_rows
+from graphopt.graph.flat_indices import flat_indices, flat_indices_of_rows
 from graphopt.graph.values import constant_of, rank
 from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.portable.form import Form, given, known_sizes
@@ -121,8 +121,8 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         return None
     shape = op.Shape(x)
     if columns > 1:  # the number of the row that several columns name, which this looks up and checks
-        where = op.GatherND(flat_places(op, op.Slice(shape, [0], [columns])), where)
-    where = flat_places_of_rows(op, shape, where, columns, rank(x))
+        where = op.GatherND(flat_indices(op, op.Slice(shape, [0], [columns])), where)
+    where = flat_indices_of_rows(op, shape, where, columns, rank(x))
     flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
     return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape, allowzero=1)]
 
@@ -207,10 +207,10 @@ def range_by_sums(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     return [start + op.CumSum(steps, op.constant(0), exclusive=1)]
 
 
-def of_near_places(form: Form | None = None) -> Form:
+def of_near_indices(form: Form | None = None) -> Form:
     """Return a form that refuses to read or write single elements of an array of more than 2^24 numbers.
 
-    MNN rounds their places to float32 (tests/faults.py: MNN-places).
+    MNN rounds their indices to float32 (tests/faults.py: MNN-indices).
     """
 
     def checked(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -218,7 +218,7 @@ def of_near_places(form: Form | None = None) -> Form:
         if sizes and None not in sizes and math.prod(sizes) > _EXACT:  # type: ignore[arg-type]
             raise GraphoptError(
                 f"{node.op_type} {node.name}: expected an array of at most {_EXACT} numbers, since MNN rounds "
-                f"places to float32, found {' x '.join(map(str, sizes))}: train on another runtime"
+                f"indices to float32, found {' x '.join(map(str, sizes))}: train on another runtime"
             )
         return None if form is None else form(op, node)
 
