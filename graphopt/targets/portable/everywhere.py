@@ -168,7 +168,7 @@ def extreme_by_comparison(comparison: str) -> Form:
 
     def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         def chosen(a: ir.Value, b: ir.Value) -> ir.Value:
-            return op.Where(op.call_op(comparison, [a, b], {}), b, a)  # type: ignore[no-any-return]
+            return op.Where(op.call_op(comparison, [a, b], {}), b, a)
 
         first, *others = map(given, node.inputs)
         if first.dtype not in _INTEGERS:
