@@ -420,7 +420,7 @@ def compiler_of(monkeypatch, program, **limits):
 
 @pytest.mark.slow
 def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
-    compiler_of(monkeypatch, "import sys, time; '--version' in sys.argv or time.sleep(60)", SECONDS=1)
+    compiler_of(monkeypatch, "import sys, time; '--version' in sys.argv or time.sleep(60)", _SECONDS=1)
     with pytest.raises(graphopt.GraphoptError, match="compile the kernels in 1 seconds, found that it takes longer"):
         lower_to_kernels(load(step_of()))
     assert not [*cache.glob("*.so")]

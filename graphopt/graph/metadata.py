@@ -97,6 +97,7 @@ RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only 
 PIXEL_RANGE = Text("Image.NominalPixelRange")
 # Of an input: the names of the columns of the table that trained, a list in JSON; the trained model has it, too
 COLUMN_NAMES = Text("graphopt.column_names")
+ADDITIVE = Flag("graphopt.additive")  # an explanation whose elements sum to a difference of outputs
 # A weight that is 1 more in the file than in its module, as of Gemma's norms
 ADDS_ONE = Flag("graphopt.adds_one")
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
