@@ -34,10 +34,12 @@ def of_columns(
     sample_weight: str | int | None = None,
     labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
+    *,
+    are_places: bool = False,
 ) -> Dataset:
     """Return a data set of a table, of which `read` returns those of the named columns that are used.
 
-    Errors name the path, and `csv` explains the other arguments.
+    Errors name the path, `are_places` says that names only count the columns, and `csv` explains the other arguments.
     """
     refuse_twice(path, "column", names)
     targets, weights = _as_names(target), _as_names(sample_weight)
@@ -83,7 +85,9 @@ def of_columns(
     if columns is None:
         known = inputs[FEATURES] if only and arrays[only].shape[1:] == (len(inputs[only]),) else None
         table = {name: cells(name, found[name]) for those in read_as.values() for name in those}
-        return Dataset(arrays, only, count, classes, None, table, known, path, cells_of=read_as)
+        return Dataset(
+            arrays, only, count, classes, None, table, known, path, cells_of=read_as, are_places=are_places
+        )
     with naming(path):
         table = {name: cells(name, found[name]) for name in inputs[FEATURES]}
         kinds = columns_of(wanted, table)

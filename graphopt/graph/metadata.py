@@ -309,11 +309,9 @@ def column_names_in(inputs: Sequence[ir.Value]) -> list[str] | None:
 
 
 def note_column_names(inputs: Sequence[ir.Value], names: Sequence[str]) -> None:
-    """Note the names of columns at the only one of a model's inputs; names that are whole numbers are places."""
+    """Note the names of the columns that train at the only one of a model's inputs."""
     if len(inputs) == 1:
-        COLUMN_NAMES.remove(inputs[0])
-        if not all(map(str.isdecimal, names)):
-            COLUMN_NAMES.write(inputs[0], json.dumps(list(names)))
+        COLUMN_NAMES.write(inputs[0], json.dumps(list(names)))
 
 
 def add_note(proto: onnx.ModelProto, note: Note) -> None:

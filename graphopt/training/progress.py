@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.checkpoints import Checkpoint
 from graphopt.training.evaluation import Mean
+from graphopt.training.sources import COLUMNS
 
 
 class AnotherRun(GraphoptError):
@@ -61,6 +62,13 @@ class Progress:
                 raise AnotherRun(
                     f"{checkpoint.path}: expected the checkpoint of this training graph, found that of another "
                     "training graph"
+                )
+            if found is None and name == COLUMNS:  # of arrays, or old
+                continue
+            if found != value and name == COLUMNS:
+                raise AnotherRun(
+                    f"{checkpoint.path}: expected the columns {some(found, 10)}, in this order, found "
+                    f"{some([*map(str, value)], 10)}"
                 )
             if found != value:
                 raise AnotherRun(f"{checkpoint.path}: expected {name} {value} as in this run, found {name} {found}")
