@@ -36,9 +36,7 @@ def has_rows(data: object) -> bool:
     return known or _is_hugging_face(data) or is_frame(data)
 
 
-def as_dataset(
-    data: Any, inputs: Mapping[str, ir.Value] | None = None, names: Sequence[str] | None = None
-) -> Dataset:
+def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None, names: Sequence[str] | None = None) -> Dataset:
     """Return data as a data set, with the plain columns of a table in the order of those that trained, by their names.
 
     Args:
@@ -88,8 +86,7 @@ def _in_order(data: Dataset, names: Sequence[str], input_: str) -> Dataset:
         return data
     key = input_ if input_ in data.arrays or data.features is None else data.features
     array = data.arrays.get(key)
-    is_known = isinstance(array, np.ndarray) and array.shape[1:] == (len(found),)
-    if not is_known or not {*names} <= {*found}:
+    if not isinstance(array, np.ndarray) or array.shape[1:] != (len(found),) or not {*names} <= {*found}:
         raise GraphoptError(
             f"{data.source}: expected the columns {some(names, 10)}, which trained, found {some(found, 10)}: rename "
             "them, or give arrays, which are read by place"

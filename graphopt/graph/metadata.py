@@ -95,6 +95,7 @@ BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 # Of a model of images, in the words of ONNX's documentation, MetadataProps.md: how its pixels are scaled
 PIXEL_RANGE = Text("Image.NominalPixelRange")
+LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
 # Of an input: the names of the columns of the table that trained, a list in JSON; the trained model has it, too
 COLUMN_NAMES = Text("graphopt.column_names")
 # A weight that is 1 more in the file than in its module, as of Gemma's norms
@@ -266,7 +267,7 @@ def expect(*right: bool) -> None:
 
 
 # Notes of a model from which nothing is computed: what a folder or a page says about it
-_DESCRIBING = (_Entry(ARCHITECTURE), _Entry("labels"), PIXEL_RANGE)
+_DESCRIBING = (_Entry(ARCHITECTURE), LABELS, PIXEL_RANGE)
 
 
 def forget_description(model: ir.Model) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.errors import GraphoptError, some
+from graphopt.errors import GraphoptError
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.checkpoints import Checkpoint
@@ -65,11 +65,6 @@ class Progress:
                 )
             if found is None and name == COLUMNS:  # of arrays, or old
                 continue
-            if found != value and name == COLUMNS:
-                raise AnotherRun(
-                    f"{checkpoint.path}: expected the columns {some(found, 10)}, in this order, found "
-                    f"{some([*map(str, value)], 10)}"
-                )
             if found != value:
                 raise AnotherRun(f"{checkpoint.path}: expected {name} {value} as in this run, found {name} {found}")
         for name, value in environment.items():

@@ -50,11 +50,11 @@ from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import check_plain, write
 from graphopt.graph import provenance
-from graphopt.graph.classified import LABELS, are_numbers, class_names, labels_in
+from graphopt.graph.classified import are_numbers, class_names, labels_in
 from graphopt.graph.encoders import Encoders, string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import PIXEL_RANGE, column_names_in, note_column_names
+from graphopt.graph.metadata import LABELS, PIXEL_RANGE, column_names_in, note_column_names
 from graphopt.graph.postprocessing import Caches
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import STATE, Role, data_inputs, with_role
