@@ -758,3 +758,9 @@ def test_checkpoints_carry_the_names_of_columns(cached: bool, tmp_path: Path) ->
         graphopt.fit(again := opened(), other, epochs=2, resume=True, **options)
     assert len(graphopt.fit(again, rows, epochs=2, resume=True, **options)) == 2
     assert column_names_in(data_inputs(again.model)) == ["a", "b"]
+
+
+def test_earlier_rows_are_read_by_name() -> None:
+    rows = line_of_two()
+    both = data.replay(data.table(rows), data.table(rows[["b", "a", "target"]]), share=1.0)
+    np.testing.assert_array_equal(both.arrays["x"][64:], both.arrays["x"][:64])

@@ -116,7 +116,8 @@ def csv(
             from training rows, by `Dataset.learn`; `Columns` that have learnt need not. With None, features are
             numbers.
         delimiter: the character between two columns; `\\t` is a tab.
-        header: read the names of columns from the first line; otherwise the names are 0, 1, ...
+        header: read the names of columns from the first line; otherwise the names are 0, 1, ..., and a trained model
+            reads columns by their places, not by their names.
 
     Raises:
         GraphoptError: the file or a column is missing, or a field is not a number. Empty fields are NaN.

@@ -158,7 +158,7 @@ def _check_known(
         if name not in known:
             target, none = option(path, "target", "NAME"), option(path, "target", "null")
             mend = f": name the column to predict, {target}, or leave it out, {none}" if name in targets else ""
-            if name in features:
+            if name in features and not wanted:
                 mend = f": {option(path, 'features', ANY)} names the features; a trained model reads those that trained"
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
