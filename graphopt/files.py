@@ -179,7 +179,9 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def foreign_content(path: str | os.PathLike[str], *, is_text: bool = False) -> tuple[str, str] | None:
-    """Return what a file is by how it begins, and what to do with it, if that is known; a number names no file.
+    """Return what a file is by how it begins, and what to do with it, if that is known.
+
+    A number is taken as a file name, not as an open file.
 
     Args:
         is_text: whether the file can be read as text, whose first word may begin with letters such as PAR1 or BZh, and

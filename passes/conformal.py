@@ -103,7 +103,7 @@ class PredictionSet(OfClasses, _Conformal):
         return 0.0 if self.score == "lac" else 1.0
 
     def _likelihoods(self, op: Emitter, p: ir.Value) -> ir.Value:
-        """Emit for each class what its score is below the largest."""
+        """Emit, for each class, the largest score minus its own: the larger, the likelier."""
         if self.score == "lac":
             return p
         falling, order = op.TopK(p, op.shape_of(p, 1), axis=1, _outputs=2)

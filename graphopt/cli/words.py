@@ -33,10 +33,10 @@ _OF_RUNS = (
     "generate",
     "predict",
 )  # verbs that take the folder of runs
-# A text such as `Übung/a&b.csv` that means nothing else in Hydra's grammar, which lacks its letters
-_LETTER = r"""[^\s,'"=()[\]{}$\\:]"""
-_TEXT = re.compile(rf"{_LETTER}(?:(?:{_LETTER}|\s)*{_LETTER})?")
-_OF_HYDRA = re.compile(r"[\w\s./+%*@?|-]*", re.ASCII)
+# A text such as `Übung/a&b.csv` or `C:\Übung` that means nothing else in Hydra's grammar, which lacks its letters
+_LETTER = r"""[^\s,'"=()[\]{}$\\]"""
+_TEXT = re.compile(rf"{_LETTER}(?:(?:{_LETTER}|\s|\\(?={_LETTER}))*{_LETTER})?")
+_OF_HYDRA = re.compile(r"[\w\s./+%*@?|:\\-]*", re.ASCII)
 _TABLES = {"csv", "parquet", "arrow"}
 _OF_TABLES = ("target", "features", "sample_weight", "labels")  # fields of all their readers; the model notes columns
 _MEANT = {  # by words that other programs take

@@ -84,15 +84,24 @@ def _in_order(data: Dataset, names: Sequence[str], input_: str) -> Dataset:
     found = data.column_names
     if found is None or found == [*names]:
         return data
+    _check_there(data.source, names, found)
     key = input_ if input_ in data.arrays or data.features is None else data.features
     array = data.arrays.get(key)
-    if not isinstance(array, np.ndarray) or array.shape[1:] != (len(found),) or not {*names} <= {*found}:
+    if not isinstance(array, np.ndarray) or array.shape[1:] != (len(found),):
         raise GraphoptError(
-            f"{data.source}: expected the columns {some(names, 10)}, which trained, found {some(found, 10)}: rename "
-            "them, or give arrays, which are read by place"
+            f"{data.source}: expected the columns {some(names, 10)} in this order, found {some(found, 10)}: name them so"
         )
     places = [found.index(name) for name in names]
     return replace(data, arrays={**data.arrays, key: array[:, places]}, names=[*names])
+
+
+def _check_there(source: str, names: Sequence[str], found: Sequence[str]) -> None:
+    """Raise an error if one of the columns that trained is missing in others."""
+    if missing := [name for name in names if name not in found]:
+        raise GraphoptError(
+            f"{source}: expected the column {missing[0]!r}, on which the model was trained, found {some(found, 20)}: "
+            "rename a column, or give an array, which is read by place"
+        )
 
 
 def _features_by_input(
@@ -102,6 +111,7 @@ def _features_by_input(
     if len(wanted) == 1 and _reads_strings(wanted):
         return {only: [name for name in columns if name not in (TARGET, WEIGHT)] for only in wanted}
     if names is not None:
+        _check_there(IN_MEMORY, names, [name for name in columns if name not in (TARGET, WEIGHT)])
         return names
     return {name: name for name in wanted} if len(wanted) > 1 and columns.keys() >= wanted.keys() else None
 

@@ -157,8 +157,8 @@ class CrossEntropy(_OverClasses):
     Args:
         axis: the axis of the classes.
         from_logits: the model predicts logits x, and p = softmax(x). Otherwise it predicts probabilities, which are
-            clipped away from 0 unless a Softmax computes them. A logit that the model's mask sets to -inf leaves its
-            class out.
+            clipped away from 0 unless a Softmax computes them. A class whose logit the model's mask sets to -inf adds
+            nothing to the loss; a row whose target it is has an infinite loss, as in PyTorch.
         target_probabilities: targets are probabilities in the shape of the prediction. Otherwise they are int64
             class indices in this shape without `axis`.
         label_smoothing: the share of q that is spread over all classes (Szegedy et al. 2016).
@@ -328,7 +328,7 @@ class Entropy(Loss):
 
     Args:
         axis: the axis of the classes, two or more.
-        from_logits: as in `CrossEntropy`. A logit of -inf leaves its class out.
+        from_logits: as in `CrossEntropy`. A class whose logit is -inf adds nothing.
 
     Raises:
         GraphoptError: there is one class.

@@ -1,4 +1,4 @@
-"""Run the check of the first step beside steps, before whose verdict nobody reads what they have trained."""
+"""Run the first step's check in a thread while steps train; nothing that they train is read before its verdict."""
 
 from __future__ import annotations
 

@@ -85,11 +85,11 @@ SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), _REFERENCE)
 
 
 class Undecided(Exception):
-    """Say that some tokens of a batch do not decide."""
+    """Raised when a sample of the batch's tokens cannot decide the check."""
 
 
 class FirstCheck:
-    """Check a training graph before its first update, once per graph, form of the data and machine.
+    """Check a training graph before its first update or beside its first steps, once per graph, data form and machine.
 
     Attributes:
         is_beside: whether steps train meanwhile, so that the check ends where it would take much memory.

@@ -100,7 +100,7 @@ def write_first(name: str, content: bytes, room: str = "native") -> Path:
 
 
 def trim(room: str = "native") -> None:
-    """Delete files of the cache that were used longest ago, as long as there are too many bytes of a day or older."""
+    """Delete files not used for a day, the least recently used first, until these take at most `MOST_BYTES`."""
     files, before = [], time.time() - _DAY
     for path in cache_folder(room).iterdir():
         with contextlib.suppress(OSError):  # another process has just moved it

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.places import flat_places, flat_places_of_rows
+from graphopt.graph.flat_indices import flat_indices, flat_indices_of_rows
 from graphopt.graph.values import constant_of, rank
 from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.portable.form import Form, given, known_sizes
@@ -118,8 +118,8 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         return None
     shape = op.Shape(x)
     if columns > 1:  # the number of the row that several columns name, which this looks up and checks
-        where = op.GatherND(flat_places(op, op.Slice(shape, [0], [columns])), where)
-    where = flat_places_of_rows(op, shape, where, columns, rank(x))
+        where = op.GatherND(flat_indices(op, op.Slice(shape, [0], [columns])), where)
+    where = flat_indices_of_rows(op, shape, where, columns, rank(x))
     flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
     return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape, allowzero=1)]
 
