@@ -89,7 +89,8 @@ def _in_order(data: Dataset, names: Sequence[str], input_: str) -> Dataset:
     array = data.arrays.get(key)
     if not isinstance(array, np.ndarray) or array.shape[1:] != (len(found),):
         raise GraphoptError(
-            f"{data.source}: expected the columns {some(names, 10)} in this order, found {some(found, 10)}: name them so"
+            f"{data.source}: expected the columns {some(names, 10)} in this order, found {some(found, 10)}: "
+            "name them so"
         )
     places = [found.index(name) for name in names]
     return replace(data, arrays={**data.arrays, key: array[:, places]}, names=[*names])
