@@ -17,7 +17,7 @@ SOURCES = sorted(path for folder in ("graphopt", "passes", "recipes") for path i
 # A room is a file or a folder of `graphopt`, or `passes`. It imports rooms of lower floors only.
 FLOORS = [
     {"errors", "deferred", "intervals"},
-    {"arguments", "confined", "fields", "files", "moments", "communicator", "namesakes"},
+    {"arguments", "confined", "fields", "files", "moments", "communicator", "namesakes", "overrides"},
     {"graph"},
     {"pipeline", "data", "models", "adapters", "privacy"},
     {"targets"},

@@ -13,7 +13,6 @@ from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known
 from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.composition.record import RunRecord, mapping
 from graphopt.cli.run_folder import CONFIG
-from graphopt.cli.tuning.proposal import list_text, quoted
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
 from graphopt.data.columnar import column_names
@@ -21,6 +20,7 @@ from graphopt.data.columns import cell_text
 from graphopt.data.files import csv_columns
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.model_folders import is_model_folder, model_in
+from graphopt.overrides import list_text, quoted
 
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 TUNE = "tune"  # the verb of graphopt.cli.tuning
