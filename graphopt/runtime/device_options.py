@@ -67,16 +67,16 @@ class DeviceOptions(Checked):
             processor with AMX, or for `medium` AVX-512 BF16 by AMD or ARM's BFMMLA; elsewhere `highest` runs, and a
             warning says so. On CUDA, both set `use_tf32`, as in PyTorch. None takes the environment variable
             GRAPHOPT_MATMUL_PRECISION, or `highest`.
-        verify: what to check before the first update, or where `frozen` is `low` on CPUs, while the first steps train.
-            `first` checks the plain step on the first batch, once per graph, form of the batch and machine: its
-            predictions are those of the file run by ONNX Runtime as it is, its gradient is the slope of the loss by
-            central differences (along the gradients of all parameters, which are halved where it differs, and along
-            random signs), and the optimizer's update follows its formula. A disagreement is an error that names a
-            reproducer. Then, the first step of each form that was rewritten for speed (fused, kernels, in place,
-            several steps per call) is compared with the plain step. If they differ by more than rounding, the plain
-            step runs, and a warning names a reproducer. `full` checks the gradient of each parameter. True does what
-            `first` does each time, and raises an error for other forms, too. False checks and compares nothing. `auto`
-            is the same as `first`; None takes the environment variable GRAPHOPT_VERIFY, or `first`.
+        verify: what to check before the first update. `first` checks the plain step on the first batch, once per graph,
+            form of the batch and machine: its predictions are those of the file run by ONNX Runtime as it is, its
+            gradient is the slope of the loss by central differences (along the gradients of all parameters, which
+            are halved where it differs, and along random signs), and the optimizer's update follows its formula.
+            A disagreement is an error that names a reproducer. Then, the first step of each form that was rewritten
+            for speed (fused, kernels, in place, several steps per call) is compared with the plain step. If they
+            differ by more than rounding, the plain step runs, and a warning names a reproducer. `full` checks the
+            gradient of each parameter. True does what `first` does each time, and raises an error for other forms,
+            too. False checks and compares nothing. `auto` is the same as `first`; None takes the environment variable
+            GRAPHOPT_VERIFY, or `first`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.
