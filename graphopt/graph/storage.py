@@ -313,7 +313,7 @@ def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlace
     except OSError as error:
         raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
     except _UNREADABLE as error:
-        known = foreign_content(path)
+        known = None if "\0" in str(path) else foreign_content(path)
         found = f"another file ({line(error)})" if known is None else ": ".join(known)
         raise GraphoptError(f"{path}: expected an ONNX model, found {found}") from error
 
