@@ -129,7 +129,8 @@ def family(model: Source, path: str | os.PathLike[str]) -> list[Path]:
         path: the file to write.
 
     Raises:
-        GraphoptError: as for `grad`; a file is the model's own, or would have 2 GB or more. Nothing is written.
+        GraphoptError: as for `grad`; a file is the model's own, would have 2 GB or more, or has the ending of another
+            format. Nothing is written.
 
     >>> [path.name for path in graphopt.family(models.mlp((3,), 2), "f.onnx")]
     ['f.onnx', 'adj_f.onnx', 'fwd_f.onnx', 'fwd_adj_f.onnx']

@@ -37,7 +37,7 @@ _LARGEST = 2**128  # of whole numbers in a file: states of random generators hav
 # What files begin with, what they are then, and how they become files that can be read
 ZIP = "a zip archive"
 SAVED_AS_CSV = "save the sheet as CSV, or write pandas.read_excel(...).to_csv('FILE.csv', index=False)"
-_CONTENTS = {
+_BINARY = {
     b"PK\x03\x04": (ZIP, "unpack it"),
     b"\xd0\xcf\x11\xe0": ("an Excel workbook (.xls)", SAVED_AS_CSV),
     b"\x1f\x8b": ("a file compressed by gzip", "unpack it, gunzip FILE.gz"),
@@ -48,9 +48,12 @@ _CONTENTS = {
     b"PAR1": ("a Parquet file", "data=parquet (graphopt.data.parquet) reads it"),
     b"ARROW1": ("an Arrow file", "data=arrow (graphopt.data.arrow) reads it"),
     b"\xff\xfe": ("text in UTF-16", "save it as UTF-8, iconv -f UTF-16 -t UTF-8"),
+    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8"), ("a picture", "name the file that is meant")),
+}
+# The same of files of text; web pages begin in upper or lower case
+_TEXTS = {
     b"version https://git-lfs": ("a pointer of Git LFS in place of the file", "fetch it, git lfs pull"),
     **dict.fromkeys((b"<!doctype", b"<html"), ("a web page", "download the file itself")),
-    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8"), ("a picture", "name the file that is meant")),
 }
 _KINDS = {
     stat.S_IFLNK: "a link",
@@ -175,11 +178,20 @@ def check_file(path: str | os.PathLike[str]) -> None:
         raise GraphoptError(f"{os.fspath(path)}: expected a file, found {found}")
 
 
-def foreign_content(path: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """Return what a file is by how it begins, and what to do with it, if that is known; a number names no file."""
+def foreign_content(path: str | os.PathLike[str], *, is_text: bool = False) -> tuple[str, str] | None:
+    """Return what a file is by how it begins, and what to do with it, if that is known.
+
+    A number is taken as a file name, not as an open file.
+
+    Args:
+        is_text: whether the file can be read as text, whose first word may begin with letters such as PAR1 or BZh, and
+            which has no NUL.
+    """
     with open(Path(path), "rb") as file:
         start = file.read(32)
-    return next((found for begin, found in _CONTENTS.items() if start.lower().startswith(begin.lower())), None)
+    known = _TEXTS if is_text and b"\0" not in start else {**_TEXTS, **_BINARY}
+    start = start.lower() if start.startswith(b"<") else start
+    return next((found for begin, found in known.items() if start.startswith(begin)), None)
 
 
 def json_of(text: bytes | str, where: str) -> Any:

@@ -99,7 +99,7 @@ class PredictionSet(OfClasses, _Conformal):
         return scores.output, {"probability": p, "set": op.Not(outside)}  # of NaN, every class
 
     def _likelihoods(self, op: Emitter, p: ir.Value) -> ir.Value:
-        """Emit minus the score of each class."""
+        """Emit, for each class, minus its score: the larger, the likelier."""
         if self.score == "lac":
             return p
         falling, order = op.TopK(p, op.shape_of(p, 1), axis=1, _outputs=2)

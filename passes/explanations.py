@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Flag, remove_own
+from graphopt.graph.metadata import ADDITIVE, remove_own
 from graphopt.graph.operators import CONVOLUTIONS, VIEWS
 from graphopt.graph.randomness import normal, uniform
 from graphopt.graph.rewriting import Pass
@@ -29,8 +29,6 @@ __all__ = ["FGSM", "PGD", "Explanation", "GradCAM", "IntegratedGradients", "Sali
 
 CLASS = "class"  # the name of the input
 _OF_NOISE = 2**31 + 3  # random numbers apart from those of training
-
-ADDITIVE = Flag("graphopt.additive")  # an explanation whose elements sum to a difference of outputs
 
 
 @dataclass(frozen=True)

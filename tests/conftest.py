@@ -36,7 +36,8 @@ if sys.version_info < (3, 12):  # these read the members of onnx_ir's protocols 
 
 # Cases of a parametrized test that run by default; the others are marked `slow`, which CI runs.
 SAMPLE = int(os.environ.get("GRAPHOPT_SAMPLE", 3))
-FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs; `SAMPLE` of a slow test
+# Cases of a test with several parameters, all of whose combinations CI runs; `SAMPLE` of a slow test.
+FEW = int(os.environ.get("GRAPHOPT_SAMPLE", 8))
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "whole: all cases of a test run by default, since each takes milliseconds",
         "sample(count): CI runs so many of a test's cases; the others are `exhaustive`",
-        "further: a case after the first GRAPHOPT_SAMPLE of its test, which CI's job `peers` leaves out",
     ):
         config.addinivalue_line("markers", line)
 
@@ -195,7 +195,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             case.add_marker(pytest.mark.exhaustive)
         for case in [] if whole else cases[SAMPLE:]:
             case.add_marker(pytest.mark.slow)
-            case.add_marker(pytest.mark.further)
 
 
 def repetitions(cases: list[pytest.Function]) -> list[pytest.Function]:

@@ -40,6 +40,15 @@ def runtime(proto, **feeds):
 def reference(proto, **feeds):
     return onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
 
+def mnn(text, **feeds):
+    import os, tempfile
+    import _tools, MNN.expr, MNN.nn
+    os.chdir(tempfile.mkdtemp())
+    onnx.save(model(text), "graph.onnx")
+    _tools.mnnconvert("mnnconvert -f ONNX --modelFile graph.onnx --MNNModel graph.mnn --keepInputFormat".split())
+    fed = [MNN.expr.const(x, list(x.shape), MNN.expr.NCHW, MNN.expr.int) for x in feeds.values()]
+    return MNN.nn.load_module_from_file("graph.mnn", list(feeds), ["y"]).forward(fed)[0].read()
+
 def refuses(function, *args, **feeds):
     try:
         function(*args, **feeds)
@@ -271,21 +280,48 @@ feeds = dict(x=np.zeros((1, 1), np.float32), i=np.zeros((400_000, 1), np.int64),
 fault = any(threads.run(None, feeds)[0] != 400_000 for _ in range(300))  # about one in two
 """,
     ),
-    "MNN-products": Fault(
-        "Mul of int32",
+    "MNN-integers": Fault(
+        "Mul, Max, Min, Abs, Clip and Range of integers",
         "MNN",
         "3.6.1",
-        "multiplies float32 numbers, which round above 2^24 and do not wrap around",
+        "compute in float32, which rounds above 2^24 and does not wrap around",
         ("graphopt/targets/portable/everywhere.py",),
         """
-import os, tempfile
-import _tools, MNN.expr, MNN.nn
-os.chdir(tempfile.mkdtemp())
-onnx.save(model("(int32[2] a, int32[2] b) => (int32[2] y) { y = Mul(a, b) }"), "graph.onnx")
-_tools.mnnconvert("mnnconvert -f ONNX --modelFile graph.onnx --MNNModel graph.mnn --keepInputFormat".split())
-fed = [MNN.expr.const(np.array(x, np.int32), [2], MNN.expr.NCHW, MNN.expr.int) for x in ([4097, 2**30], [4097, 6])]
-found = MNN.nn.load_module_from_file("graph.mnn", ["a", "b"], ["y"]).forward(fed)[0].read()
-fault = found.tolist() != [4097**2, 6 * 2**30 - 2**33]
+a, b = np.array([2**25 + 1, 4097, 2**30], np.int32), np.array([2**25 + 3, 4097, 6], np.int32)
+rows = [("Mul(a, b)", a * b), ("Max(a, b)", np.maximum(a, b)), ("Min(a, b)", np.minimum(a, b)), ("Abs(a)", a)]
+rows = [(kind, text, expected) for kind in ("int32", "int64") for text, expected in rows]
+rows += [(kind, "Clip(a, low)", np.maximum(a, a[0])) for kind in ("int32", "int64")]
+rows += [(kind, "Range(low, high, step)", np.arange(a[0], a[0] + 5, 2)) for kind in ("int32", "int64")]
+fault = all(
+    not np.array_equal(expected, mnn(
+        f"({kind}[3] a, {kind}[3] b) => ({kind}[n] y) {{ low = Constant<value = {kind} {{{a[0]}}}>() "
+        f"high = Constant<value = {kind} {{{a[0] + 5}}}>() step = Constant<value = {kind} {{2}}>() y = {text} }}",
+        a=a, b=b,
+    ))
+    for kind, text, expected in rows
+)
+""",
+        needs=("onnx",),
+    ),
+    "MNN-indices": Fault(
+        "GatherElements, GatherND, ScatterElements and ScatterND",
+        "MNN",
+        "3.6.1",
+        "round indices above 2^24 to float32",
+        ("graphopt/targets/portable/everywhere.py",),
+        """
+x, i, u = np.arange(2**25 + 5, dtype=np.int32), np.array([2**25 + 3, 2**24 + 1], np.int32), np.array([7, 8], np.int32)
+inputs = "(int32[n] x, int64[2] i, int32[2] u) => (int32[2] y)"
+rows = "c = Constant<value = int64[2] {-1, 1}>() k = Reshape(i, c)"
+fault = all(
+    not np.array_equal(expected, mnn(f"{inputs} {{ {rows} {text} }}", x=x, i=i, u=u))
+    for text, expected in (
+        ("y = GatherElements<axis=0>(x, i)", i),
+        ("y = GatherND(x, k)", i),
+        ("z = ScatterElements<axis=0>(x, i, u) y = Gather(z, i)", u),
+        ("z = ScatterND(x, k, u) y = Gather(z, i)", u),
+    )
+)
 """,
         needs=("onnx",),
     ),

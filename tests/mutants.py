@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +63,31 @@ class Mutant:
         """Return the file's text with the change.
 
         Raises:
-            ValueError: the old text is not there, or more than once: this list must follow the rules.
+            ValueError: the old text is not there, or more than once: this list must follow the rules. Or nothing
+                defines a name of the new text, which any test notices.
+            SyntaxError: the new text is no Python.
         """
         text = (ROOT / self.path).read_text()
         if text.count(self.old) != 1:
             raise ValueError(f"{self.file}: expected {self.old!r} once, found it {text.count(self.old)} times")
-        return text.replace(self.old, self.new)
+        changed = text.replace(self.old, self.new)
+        if self.path.suffix == ".py" and (names := undefined(changed)):
+            raise ValueError(f"{self}: expected names that {self.file} defines, found {', '.join(sorted(names))}")
+        return changed
+
+
+def undefined(source: str) -> set[str]:
+    """Return the global names that a module reads, and that neither it nor Python defines."""
+    codes = [compile(source, "module", "exec")]
+    read, defined = set(), {*dir(builtins), "__annotations__", "__file__"}
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for line in dis.get_instructions(code):
+            if line.opname in ("STORE_NAME", "STORE_GLOBAL"):
+                defined.add(line.argval)
+            elif line.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                read.add(line.argval)
+    return read - defined
 
 
 def of(file: str, *rows: tuple[str, str, str], tests: str = "test_gradient.py") -> list[Mutant]:

@@ -64,7 +64,7 @@ MUTANTS = [
         "passes/quantization/fake_quantize.py",
         QUANTIZATION,
         ("pytorchs", "self._round_bias(given(bias), flat, step * scale, is_shared)", "bias"),
-        ("pytorchs", "scale = STOP_GRADIENT.mark(op.Max(step, _LEAST))", "scale = op.Max(step, LEAST)"),
+        ("pytorchs", "scale = STOP_GRADIENT.mark(op.Max(step, _LEAST))", "scale = op.Max(step, _LEAST)"),
         ("pytorchs", "op.Round(op.Neg(least) / ", "op.Floor(op.Neg(least) / "),
         ("pytorchs", '{"axis": product.axis}', '{"axis": 1 - product.axis}'),
         ("pytorchs", "STOP_GRADIENT.mark(rounded) + passed", "STOP_GRADIENT.mark(rounded) + 2 * passed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ SOURCES = sorted(path for folder in ("graphopt", "passes", "recipes") for path i
 # A room is a file or a folder of `graphopt`, or `passes`. It imports rooms of lower floors only.
 FLOORS = [
     {"errors", "deferred", "intervals"},
-    {"arguments", "confined", "fields", "files", "moments", "communicator", "namesakes"},
+    {"arguments", "confined", "fields", "files", "moments", "communicator", "namesakes", "overrides"},
     {"graph"},
     {"pipeline", "data", "models", "adapters", "privacy"},
     {"targets"},
@@ -197,6 +198,13 @@ def test_no_room_compares_the_kind_of_a_device() -> None:
 def test_no_folder_or_file_is_a_drawer() -> None:
     drawers = {"utils", "util", "common", "base", "core", "helpers", "misc"}
     assert not {path.stem for path in SOURCES} & drawers
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs a checkout of git")
+def test_no_symbolic_link_is_a_file_of_the_project() -> None:
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert listed
+    assert not [line for line in listed.splitlines() if line.startswith("120000")]
 
 
 def test_sympy_is_imported_when_it_is_used() -> None:

@@ -918,7 +918,8 @@ def test_a_file_with_dictionaries_returns_what_is_calibrated() -> None:
     skl2onnx = pytest.importorskip("skl2onnx")
     x, target = rows()["x"], rows()["target"]
     fitted = LogisticRegression().fit(x[:100], target[:100])
-    plain, mapped = (skl2onnx.to_onnx(fitted, x[:1], options={"zipmap": zipmap}) for zipmap in (False, True))
+    opset = {"": 18, "ai.onnx.ml": 3}
+    plain, mapped = (skl2onnx.to_onnx(fitted, x[:1], options={"zipmap": y}, target_opset=opset) for y in (False, True))
     expected = graphopt.calibrate(plain, (x[100:], target[100:]), passes.Temperature())
     with pytest.warns(UserWarning, match="left out of the new one: output_probability"):
         calibrated = graphopt.calibrate(mapped, (x[100:], target[100:]), passes.Temperature())

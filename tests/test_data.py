@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
+import string
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from builders import mlp
 import graphopt
 import passes
 from graphopt import data
+from graphopt.cli.tuning.proposal import read
 from graphopt.data import Batches, Dataset, prefetched
 from graphopt.data.language.tokenizer import CHARACTERS
 from graphopt.errors import GraphoptError
@@ -115,6 +118,37 @@ def test_csv_without_a_header(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("1;2;0\n3;4;1\n")
     found = data.csv(str(tmp_path / "t.csv"), target=2, header=False, delimiter=";")
     assert found.arrays["x"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("word", ["par1", "PAR1", "BZh1", "bzh", "arrow1", "GIF8", "gif8x", "PK"])
+def test_a_header_may_begin_like_a_file_of_another_format(word: str, tmp_path: Path) -> None:
+    assert read_csv(tmp_path, f"{word},b,target\n1,2,3\n", {}).names == [word, "b"]
+
+
+@pytest.mark.parametrize("start", ["<HTML>", "<!DocType html>", "version https://git-lfs.github.com/spec/v1"])
+def test_text_of_another_format_is_named(start: str, tmp_path: Path) -> None:
+    with pytest.raises(GraphoptError, match=r"found a (web page|pointer of Git LFS)"):
+        read_csv(tmp_path, f"{start}\n", {})
+
+
+def test_a_database_is_named(tmp_path: Path) -> None:
+    """Also one of which all bytes are characters."""
+    with pytest.raises(GraphoptError, match="found a database of SQLite"):
+        read_csv(tmp_path, "SQLite format 3\0a,b,target\n1,2,3\n", {})
+
+
+def test_errors_write_options_as_a_shell_takes_them(tmp_path: Path) -> None:
+    with pytest.raises(GraphoptError, match=r"unknown column 'w'; known: a, target$"):
+        read_csv(tmp_path, "a,target\n1,2\n", {"sample_weight": "w"})
+    with pytest.raises(GraphoptError, match=r"unknown column 'w'; known: a, target: data.features=\[\.\.\.\] names"):
+        read_csv(tmp_path, "a,target\n1,2\n", {"features": ["w"]})
+    with pytest.raises(GraphoptError) as raised:
+        read_csv(tmp_path, "a,target\n1,New York\n2,\n3,it's\n", {})
+    (field,) = shlex.split(str(raised.value).partition("name the classes, ")[2])
+    assert read(field) == ["New York", "it's"]
+    rows = "".join(f"1,{letter}{letter}\n" for letter in string.ascii_lowercase)
+    with pytest.raises(GraphoptError, match=r"tt\]' and 6 more$"):
+        read_csv(tmp_path, f"a,target\n{rows}2,\n", {})
 
 
 def test_parquet(tmp_path: Path) -> None:

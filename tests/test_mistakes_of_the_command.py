@@ -17,6 +17,8 @@ from PIL import Image
 import graphopt
 import passes
 from graphopt import cli, data, models
+from graphopt.cli.tuning.proposal import read
+from graphopt.cli.words import field_of
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -164,6 +166,11 @@ def test_names_of_files_may_have_any_letters(name: str, tmp_path: Path) -> None:
     given = ["my.onnx", "data=npz", f"data.path={value}", "fit.epochs=1"]
     assert cli.main([*given, f"folder={tmp_path / 'ö'}"]) == 0
     assert cli.main(["evaluate", f"folder={tmp_path / 'ö'}"]) == 0
+
+
+@pytest.mark.parametrize("path", ["C:/Jörg/мои данные.csv", r"C:\Jörg\x.csv", "Jörg:2.csv"])
+def test_paths_of_windows_may_have_any_letters(path: str) -> None:
+    assert read(field_of(f"data.path={path}", ())) == path
 
 
 @pytest.mark.parametrize(

@@ -286,10 +286,12 @@ def test_what_is_kept_is_on_the_disk_first(cache, monkeypatch):
 def test_what_was_used_longest_ago_leaves_a_full_cache(cache, monkeypatch):
     monkeypatch.setattr(cached, "MOST_BYTES", 1000)
     names, day = ["a.so", "b.onnx", "c.o", "new.so"], 24 * 60 * 60
-    for name in names:
+    for name in [*names, "measured-rates.json"]:
         write_cached(name, bytes(600))
-    (cache / "work").mkdir()
-    for age, name in enumerate([*names[:3], "work"], start=2):
+    for name in ("killed", "work"):
+        (cache / name / "objects").mkdir(parents=True)
+    ages = {"a.so": 2, "b.onnx": 3, "c.o": 4, "work": 5, "killed": 8, "measured-rates.json": 9}
+    for name, age in ages.items():
         os.utime(cache / name, (0, time.time() - age * day))
     assert read_cached("c.o") == bytes(600)  # the oldest, until it is used again
     cached.trim()
@@ -298,10 +300,27 @@ def test_what_was_used_longest_ago_leaves_a_full_cache(cache, monkeypatch):
         "a.so.sum",
         "c.o",
         "c.o.sum",
+        "measured-rates.json",
+        "measured-rates.json.sum",
         "new.so",
         "new.so.sum",
         "work",
     }
+
+
+def test_what_another_process_takes_while_a_full_cache_is_trimmed_stays(cache, monkeypatch):
+    monkeypatch.setattr(cached, "MOST_BYTES", 1000)
+    for age, name in enumerate(["a.so", "b.so"], start=2):
+        write_cached(name, bytes(600))
+        os.utime(cache / name, (0, time.time() - age * 24 * 60 * 60))
+
+    def taken(files):
+        assert read_cached("b.so") == bytes(600)
+        return sorted(files)
+
+    monkeypatch.setattr(cached, "sorted", taken, raising=False)
+    cached.trim()
+    assert {path.name for path in cache.iterdir()} == {"a.so", "a.so.sum", "b.so", "b.so.sum"}
 
 
 @pytest.mark.slow
@@ -401,7 +420,7 @@ def compiler_of(monkeypatch, program, **limits):
 
 @pytest.mark.slow
 def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
-    compiler_of(monkeypatch, "import sys, time; '--version' in sys.argv or time.sleep(60)", SECONDS=1)
+    compiler_of(monkeypatch, "import sys, time; '--version' in sys.argv or time.sleep(60)", _SECONDS=1)
     with pytest.raises(graphopt.GraphoptError, match="compile the kernels in 1 seconds, found that it takes longer"):
         lower_to_kernels(load(step_of()))
     assert not [*cache.glob("*.so")]

@@ -39,6 +39,8 @@ def fed(text, given=None):
     }
 
 
+LARGE = np.array([[2**25 + 1, -(2**25) - 1, 2**24 + 1], [7, -(2**24) - 1, 2**31 - 1]])
+
 # A target, or none for all, a graph, and of its inputs those that are not drawn, or sizes of them.
 CASES = {
     "size": (None, "g (float[N,3] x) => (int64 y) { y = Size(x) }"),
@@ -217,6 +219,35 @@ CASES = {
             "s": np.array(-2073254261, np.int32),
         },
     ),
+    "products of 64-bit integers": (
+        "mnn",
+        "g (int64[3] x, int64[3] w) => (int64[3] y) { y = Mul(x, w) }",
+        {"x": np.array([4097, 49999, -49999]), "w": np.array([4097, 769, 769])},
+    ),
+    **{
+        f"{operator} of large integers": (
+            "mnn",
+            f"""g (int64[2,3] x, int64[3] w, int64 s) => (int64[2,3] y, int64[2,3] z, int64[3] t) {{
+                y = {operator}(x, w, s) z = {operator}(s, x) t = {operator}(w) }}""",
+            {"x": LARGE, "w": np.array([2**24 + 3, -(2**25), 0]), "s": np.array(2**25 - 1)},
+        )
+        for operator in ("Max", "Min")
+    },
+    "large integers without sign": ("mnn", "g (int64[2,3] x) => (int64[2,3] y) { y = Abs(x) }", {"x": LARGE}),
+    "large integers between bounds": (
+        "mnn",
+        """g (int64[2,3] x, int64 a, int64 b) => (int64[2,3] y, int64[2,3] z, int64[2,3] w, int64[2,3] v) {
+            y = Clip(x, a, b) z = Clip(x, a) w = Clip(x, , b) v = Clip(x) }""",
+        {"x": LARGE, "a": np.array(-(2**24) - 1), "b": np.array(2**25 + 1)},
+    ),
+    **{
+        f"range from {bounds[0]} to {bounds[1]} by {bounds[2]}": (
+            "mnn",
+            "g (int64 a, int64 b, int64 d) => (int64[M] y) { y = Range(a, b, d) }",
+            dict(zip("abd", map(np.array, bounds), strict=True)),
+        )
+        for bounds in ((2**25 + 1, 2**25 + 6, 2), (0, 4, 2), (5, -4, -3), (3, -9, 2), (-2, 1, 1))
+    },
     "numbers added to a vector": (
         "mnn",
         """g (float[18] x, int64[N] i, float[N] r) => (float[18] y) {
@@ -351,6 +382,19 @@ def test_instances_far_from_0_are_normalized(mean):
     scale = np.array([1, 2])[:, None, None]
     expected = centered / np.sqrt((centered**2).mean((2, 3), keepdims=True) + 1e-5) * scale + scale
     np.testing.assert_allclose(graphopt.run(ir.to_proto(given), {"x": x})["y"], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("text", ["GatherElements(x, i)", "GatherND(x, i)", "ScatterND(x, i, u)"])
+def test_single_elements_of_arrays_that_mnn_cannot_count_are_refused(text):
+    given = ir.from_proto(
+        model(
+            f"""g (float[16777217,1] x, int64[N,1] i, float[N,1] u) => (float[P,Q] y) {{ z = {text}
+                a = Constant<value_ints=[-1,1]>() y = Reshape(z, a) }}"""
+        )
+    )
+    infer(given)
+    with pytest.raises(graphopt.GraphoptError, match=r"at most 16777216 numbers, .* found 16777217 x 1: train on"):
+        passes.Portable("mnn")(given)
 
 
 def operators(graph):

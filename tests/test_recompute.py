@@ -287,6 +287,7 @@ def test_the_report_estimates():
     assert lines[start + 1].startswith("  state")
     assert lines[start + 2].startswith("  a step")
     assert "memory " not in report(mlp(), pipeline).summary()
+    assert " at batch size 1048576, estimated" in report(mlp(), pipeline, batch=2_000_000).summary()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -432,3 +433,26 @@ def test_plain_columns_are_read_by_name(ending: str, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert f"{short}: unknown column 'c'; known: a, b, d: data.features=[...] names the features" in said
     assert cli.main(["resume=run", "fit.epochs=2"]) == 0
+
+
+def test_held_out_files_are_read_by_name_from_the_first_training(capsys: pytest.CaptureFixture[str]) -> None:
+    """And a run does not go on with columns in another order."""
+    table = {**{name: X[:, i] for i, name in enumerate("abcd")}, "target": LABELS}
+
+    def write(path: str, names: Sequence[str]) -> None:
+        rows = np.column_stack([table[name] for name in names])
+        np.savetxt(path, rows, "%g", ",", header=",".join(names), comments="")
+
+    write("train.csv", [*table])
+    write("other.csv", [*table][::-1])
+    losses = {}
+    for path in ("train.csv", "other.csv"):
+        options = ["loss=cross_entropy", "model=mlp", f"fit.validation={path}"]
+        run("data=csv", "data.path=train.csv", *options, folder=path[:-4])
+        losses[path] = [record["validation_loss"] for record in epochs(path[:-4])]
+    np.testing.assert_allclose(losses["other.csv"], losses["train.csv"], rtol=1e-6)
+    shutil.copy("other.csv", "train.csv")
+    capsys.readouterr()
+    assert cli.main(["resume=train", "fit.epochs=3"]) == 1
+    said = capsys.readouterr().err
+    assert "expected columns ['d', 'c', 'b', 'a'] as in this run, found columns ['a', 'b', 'c', 'd']: " in said

@@ -23,6 +23,8 @@ import passes
 from graphopt import cli, data, models
 from graphopt.data import Category, Columns, Date, Number
 from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import column_names_in
+from graphopt.graph.roles import data_inputs
 from graphopt.training.evaluation import predict
 
 pandas = pytest.importorskip("pandas")
@@ -653,7 +655,7 @@ def test_frames_of_plain_columns_are_read_by_name(tmp_path: Path) -> None:
     expected = predict(executor, frame.to_numpy())["y"]
     for model in (executor, file):
         np.testing.assert_array_equal(predict(model, other)["y"], expected)
-        with pytest.raises(GraphoptError, match=r"unknown column 'a'; known: b, c: .*features="):
+        with pytest.raises(GraphoptError, match=r"expected the column 'a', .* found b, c: rename.*array"):
             predict(model, frame[["b", "c"]])
 
 
@@ -667,3 +669,101 @@ def test_names_of_columns_are_no_part_of_what_resumes(tmp_path: Path) -> None:
     graphopt.fit(graphopt.Executor(step), frame.assign(target=labels), epochs=1, checkpoint=run)
     records = graphopt.fit(graphopt.Executor(step), (frame.to_numpy(), labels), epochs=2, checkpoint=run, resume=run)
     assert len(records) == 2
+
+
+def line_of_two() -> pandas.DataFrame:
+    """Return rows whose target depends on two columns, on each in another way."""
+    a, b = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    return pandas.DataFrame({"a": a, "b": b, "target": 3 * a - b})
+
+
+def learner() -> graphopt.Executor:
+    model = models.linear((2,), 1)
+    return graphopt.Executor(graphopt.compile(model, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)))
+
+
+def loss_of(executor: graphopt.Executor, rows: Any) -> float:
+    return float(graphopt.evaluate(executor, rows)["loss"])
+
+
+def from_csv(rows: pandas.DataFrame) -> Any:
+    rows.to_csv("t.csv", index=False)
+    return data.csv("t.csv")
+
+
+READERS = {"frame": lambda rows: rows, "table": data.table, "csv": from_csv}
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("names", [("a", "b"), ("2019", "2020"), (0, 1)], ids=str)
+def test_rows_of_every_reader_are_read_by_name(
+    reader: str, names: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that are numbers are names, too; other names are refused, and leave the note as it is."""
+    monkeypatch.chdir(tmp_path)
+    read, rows = READERS[reader], line_of_two().rename(columns=dict(zip("ab", names, strict=True)))
+    first, second = names
+    other = rows[[second, first, "target"]].assign(**{"row": np.arange(64.0)})
+    executor = learner()
+    assert (
+        graphopt.fit(executor, read(rows), epochs=20, batch_size=16, validation=read(other))[-1]["validation_loss"]
+        < 1e-6
+    )
+    assert loss_of(executor, read(other)) < 1e-6
+    graphopt.fit(executor, read(other), epochs=1, batch_size=16)
+    assert column_names_in(data_inputs(executor.model)) == [str(first), str(second)]
+    assert loss_of(executor, read(rows)) < 1e-6
+    graphopt.save(executor.trained(), "trained.onnx")
+    x = rows[[first, second]].to_numpy()
+    np.testing.assert_array_equal(predict("trained.onnx", read(other))["y"], predict("trained.onnx", x)["y"])
+    strange = data.table(rows.rename(columns={second: "c"}))
+    for call in (lambda: loss_of(executor, strange), lambda: graphopt.fit(executor, strange, epochs=1)):
+        with pytest.raises(
+            GraphoptError,
+            match=rf"expected the column '{second}', .* found {first}, c: rename",
+        ):
+            call()
+    assert column_names_in(data_inputs(executor.model)) == [str(first), str(second)]
+
+
+@pytest.mark.usefixtures("plain")
+def test_columns_without_names_are_read_by_place(tmp_path: Path) -> None:
+    rows, executor = line_of_two(), learner()
+    graphopt.fit(executor, rows, epochs=20, batch_size=16)
+    rows.to_csv(path := str(tmp_path / "t.csv"), index=False, header=False)
+    unnamed = data.csv(path, header=False, target="2")
+    assert unnamed.names == ["0", "1"] and loss_of(executor, unnamed) < 1e-6
+    other = learner()
+    graphopt.fit(other, unnamed, epochs=1)
+    assert column_names_in(data_inputs(other.model)) is None
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("cached", [False, True], ids=["whole", "cached"])
+def test_checkpoints_carry_the_names_of_columns(cached: bool, tmp_path: Path) -> None:
+    rows = line_of_two()
+    other, run = rows[["b", "a", "target"]], str(tmp_path / "run")
+
+    def opened() -> graphopt.Executor:
+        loss, chosen = passes.MeanSquaredError(), passes.Parameters("layers.2.*") if cached else passes.Parameters()
+        model = models.mlp((2,), 1, hidden=[4], seed=0)
+        return graphopt.Executor(graphopt.compile(model, loss=loss, optimizer=passes.SGD(0.1), parameters=chosen))
+
+    executor, options = opened(), {"batch_size": 16, "cache_features": cached, "checkpoint": run}
+    graphopt.fit(executor, rows, epochs=1, **options)
+    executor.save(path := tmp_path / "state.safetensors")
+    (loaded := opened()).load(path)
+    assert loaded.properties == {} and loss_of(loaded, other) == loss_of(executor, rows)
+    with pytest.raises(
+        GraphoptError, match=r"expected columns \['b', 'a'\] as in this run, found columns \['a', 'b'\]"
+    ):
+        graphopt.fit(again := opened(), other, epochs=2, resume=True, **options)
+    assert len(graphopt.fit(again, rows, epochs=2, resume=True, **options)) == 2
+    assert column_names_in(data_inputs(again.model)) == ["a", "b"]
+
+
+def test_earlier_rows_are_read_by_name() -> None:
+    rows = line_of_two()
+    both = data.replay(data.table(rows), data.table(rows[["b", "a", "target"]]), share=1.0)
+    np.testing.assert_array_equal(both.arrays["x"][64:], both.arrays["x"][:64])

@@ -34,7 +34,7 @@ from graphopt import cli, data
 from graphopt.cli.tuning.command import propose
 from graphopt.cli.tuning.images import share_right, tried
 from graphopt.cli.tuning.notes import PIXELS
-from graphopt.cli.tuning.proposal import quoted
+from graphopt.overrides import quoted
 
 DIGITS = load_digits()
 NAMES = ("five", "six", "seven")

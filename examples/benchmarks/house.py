@@ -1,7 +1,8 @@
 """Count lines, rooms, arrows and habits of graphopt's own code at some commits, and write them to RESULTS_HOUSE.md.
 
-A room is a file or a folder of `graphopt/`, or all of `passes/`, as in CONTRIBUTING.md; an arrow is a room that imports
-another. It reads the files of git and runs none of them. What stands in the page after the first table stays.
+A room is a file or a folder of `graphopt/`, or all of `passes/`, as in CONTRIBUTING.md, or `recipes/`; an arrow is a
+room that imports another. It reads the files of git and runs none of them. What stands in the page after the first
+table stays.
 
 Run it: python examples/benchmarks/house.py [COMMIT ...]
 """
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "examples" / "benchmarks" / "RESULTS_HOUSE.md"
-REVIEWED = "24dedb21"  # the commit of the review that this issue began with
+REVIEWED = "24dedb21"  # the commit to compare with
 DEVICES = {"cpu", "cuda", "webgpu"}
 PARAMETERS = 10  # of a function that has many
 LONGEST = 3  # functions and classes in the table
@@ -187,7 +188,8 @@ def main(*commits: str) -> None:
     names = [git("show", "-s", "--format=%h, %cs", commit).decode().strip() for commit in commits]
     table = [f"| | {' | '.join(names)} |", "|---" + "|---:" * len(commits) + "|"]
     table += [f"| {name} | {' | '.join(shown[i * len(commits) :][: len(commits)])} |" for i, name in enumerate(rows)]
-    head = "# The code in numbers\n\n`python examples/benchmarks/house.py` counts them from the files of two commits.\n"
+    found = " ".join(name.partition(",")[0] for name in names)
+    head = f"# The code in numbers\n\n`python examples/benchmarks/house.py {found}` writes this table.\n"
     rest = PAGE.read_text().partition(END)[2] if PAGE.exists() else "\n"
     PAGE.write_text("\n".join([head, *table, "", END]) + rest)
     print("\n".join(table))

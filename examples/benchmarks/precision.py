@@ -12,8 +12,8 @@ and `torch-autocast`.
     pip install -e ".[cpu]" torch==2.13.0
     python examples/benchmarks/precision.py [--parts losses trained roofline rates] [--seeds 5] [--steps 200]
 
-It writes its tables to RESULTS_PRECISION.md, or to the page of `--write`, such as RESULTS_AMD_PRECISION.md, and keeps
-those of parts that it does not measure again.
+It writes its tables to RESULTS_PRECISION.md, or to the page of `--write`, and keeps those of parts that it does not
+measure again. No page has `rates` yet.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ def in_float64(job: Job) -> Callable[[int], float]:
 def losses(options: argparse.Namespace) -> Iterator[str]:
     """Yield a table of how far the losses of each precision are from those in float64."""
     yield f"Relative differences from PyTorch's losses in float64: the median of {options.steps} steps, the largest."
+    yield "`bfloat16`: values of 16 bits (`precision=bfloat16`), products in `highest`."
     yield ""
     yield row("", "optimizer", "first, last loss", *PRECISIONS, BFLOAT16)
     yield row("---", "---", "---", *("---:" for _ in (*PRECISIONS, BFLOAT16)))
@@ -358,19 +359,23 @@ def main(given: Sequence[str] | None = None) -> None:
         for part in options.parts:
             title, lines = PARTS[part]
             sections[title] = "\n".join(lines(options))
-            options.write.write_text(page({title: sections[title] for title, _ in PARTS.values() if title in sections}))
+            options.write.write_text(page(options.write, sections))
 
 
-def page(sections: dict[str, str]) -> str:
-    """Return the page of all parts."""
+def page(path: Path, sections: dict[str, str]) -> str:
+    """Return the page of the parts that have a section, with the command that writes it."""
+    parts = [part for part, (title, _) in PARTS.items() if title in sections]
+    command = f"python examples/benchmarks/precision.py --parts {' '.join(parts)}"
+    command += "" if path == PAGE else f" --write {path}"
+    processor, *others = machine().split(", ")
     head = [
-        "# Precisions of products",
+        f"# Precision of products on {processor}",
         "",
-        f"`python examples/benchmarks/precision.py` writes this page, here on {machine()}.",
+        f"`{command}` writes this page, here with {', '.join(others)}.",
         *(f"`{name}` runs {precision_in_words(name)}." for name in ALL_PRECISIONS[1:]),
     ]
-    for title, text_of in sections.items():
-        head += ["", f"## {title}", "", text_of.strip()]
+    for title in (PARTS[part][0] for part in parts):
+        head += ["", f"## {title}", "", sections[title].strip()]
     return "\n".join(head) + "\n"
 
 

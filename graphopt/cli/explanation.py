@@ -18,13 +18,13 @@ from graphopt.data.dataset import Dataset
 from graphopt.data.language.tokenizer import Vocabulary, vocabulary_of
 from graphopt.files import write
 from graphopt.graph.classified import labels_in
+from graphopt.graph.metadata import ADDITIVE
 from graphopt.graph.values import name_of
 from graphopt.inspection import html
 from graphopt.inspection.words import readable
 from graphopt.runtime.session import Session
 from graphopt.training.callbacks.predictions import image_of
 from graphopt.training.evaluation import by_batches
-from passes.explanations import ADDITIVE
 
 _PAGE = "explanation.html"
 _MOST_ROWS, _MOST_BARS, _LONGEST = 12, 12, 256  # of a page, of a row, pixels of a picture

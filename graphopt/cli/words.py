@@ -13,7 +13,6 @@ from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known
 from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.composition.record import RunRecord, mapping
 from graphopt.cli.run_folder import CONFIG
-from graphopt.cli.tuning.proposal import list_text, quoted
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
 from graphopt.data.columnar import column_names
@@ -21,6 +20,7 @@ from graphopt.data.columns import cell_text
 from graphopt.data.files import csv_columns
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.model_folders import is_model_folder, model_in
+from graphopt.overrides import list_text, quoted
 
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 TUNE = "tune"  # the verb of graphopt.cli.tuning
@@ -33,10 +33,10 @@ _OF_RUNS = (
     "generate",
     "predict",
 )  # verbs that take the folder of runs
-# A text such as `Übung/a&b.csv` that means nothing else in Hydra's grammar, which lacks its letters
-_LETTER = r"""[^\s,'"=()[\]{}$\\:]"""
-_TEXT = re.compile(rf"{_LETTER}(?:(?:{_LETTER}|\s)*{_LETTER})?")
-_OF_HYDRA = re.compile(r"[\w\s./+%*@?|-]*", re.ASCII)
+# A text such as `Übung/a&b.csv` or `C:\Übung` that means nothing else in Hydra's grammar, which lacks its letters
+_LETTER = r"""[^\s,'"=()[\]{}$\\]"""
+_TEXT = re.compile(rf"{_LETTER}(?:(?:{_LETTER}|\s|\\(?={_LETTER}))*{_LETTER})?")
+_OF_HYDRA = re.compile(r"[\w\s./+%*@?|:\\-]*", re.ASCII)
 _TABLES = {"csv", "parquet", "arrow"}
 _OF_TABLES = ("target", "features", "sample_weight", "labels")  # fields of all their readers; the model notes columns
 _MEANT = {  # by words that other programs take

@@ -110,6 +110,7 @@ class Dataset(Checked):
         tokens: the number of tokens of all rows of text, without padding.
         pixel_range: how the pixels of images are scaled, as ONNX's metadata `Image.NominalPixelRange` says it.
         cells_of: the columns of `table` that an array is made of, which a model's input reads as strings or as numbers.
+        are_places: whether `names` only count the columns of a table without names.
 
     Raises:
         GraphoptError: the arrays have no rows, or different numbers of rows.
@@ -128,6 +129,7 @@ class Dataset(Checked):
     tokens: int | None = None
     pixel_range: str | None = None
     cells_of: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
+    are_places: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.arrays, Mapping):
@@ -171,6 +173,11 @@ class Dataset(Checked):
         with naming(self.source):
             arrays = {**self.arrays, FEATURES: columns.encode(self.table)}
         return replace(self, arrays=arrays, features=FEATURES, columns=columns, names=columns.names)
+
+    @property
+    def column_names(self) -> list[str] | None:
+        """Return the names of the plain columns of a table that are the features, by which others are read, or None."""
+        return None if self.names is None or self.are_places or self.columns is not None else [*self.names]
 
     def inputs(self) -> dict[str, Array]:
         """Return the arrays for the model's inputs, without targets and sample weights."""

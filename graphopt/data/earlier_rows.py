@@ -10,7 +10,7 @@ import numpy as np
 from graphopt.arguments import checked
 from graphopt.data import columnar, files
 from graphopt.data.dataset import Dataset
-from graphopt.data.foreign import check_both_named, relabelled
+from graphopt.data.foreign import as_dataset, check_both_named, relabelled
 from graphopt.errors import GraphoptError
 from graphopt.files import ReadName
 
@@ -41,6 +41,8 @@ def replay(path: ReadName | Dataset, replay: ReadName | Dataset, *, share: float
     new, earlier = (x if isinstance(x, Dataset) else _read(x) for x in (path, replay))
     check_both_named(earlier, new.labels, "replay")
     earlier = relabelled(earlier, new.labels, "replay")
+    if new.column_names is not None:
+        earlier = as_dataset(earlier, names=new.column_names)
     drawn = np.sort(np.random.default_rng(seed).permutation(len(earlier))[: round(share * len(new))])
     parts = [{**x.arrays, **x.table} for x in (new, earlier)]
     forms = [{name: x.shape[1:] for name, x in part.items()} for part in parts]

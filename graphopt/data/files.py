@@ -116,7 +116,8 @@ def csv(
             from training rows, by `Dataset.learn`; `Columns` that have learnt need not. With None, features are
             numbers.
         delimiter: the character between two columns; `\\t` is a tab.
-        header: read the names of columns from the first line; otherwise the names are 0, 1, ...
+        header: read the names of columns from the first line; otherwise the names are 0, 1, ..., and a trained model
+            reads columns by their places, not by their names.
 
     Raises:
         GraphoptError: the file or a column is missing, or a field is not a number. Empty fields are NaN.
@@ -128,7 +129,8 @@ def csv(
     (['age', 'city=Bern', 'city=Oslo'], ('no', 'yes'), (3, 3))
     """
     names, texts = csv_columns(path, target=target, delimiter=delimiter, header=header)
-    return of_columns(path, names, lambda _: texts, target, features, sample_weight, labels, columns)
+    of_file = path, names, lambda _: texts
+    return of_columns(*of_file, target, features, sample_weight, labels, columns, are_places=not header)
 
 
 def csv_columns(
@@ -150,7 +152,7 @@ def csv_columns(
         open(path, newline="", encoding="utf-8-sig") as file,
     ):
         rows = [row for row in csv_files.reader(file, delimiter=delimiter) if row]
-        if other := _other_format(path, expected):  # which is text, too
+        if other := _other_format(path, expected, is_text=True):
             raise GraphoptError(f"{path}: expected {expected}{other}")
     if not rows:
         raise GraphoptError(f"{path}: expected rows, found an empty file")
@@ -218,9 +220,9 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         raise GraphoptError(f"{path}: expected {expected}{other or f': {problem}'}") from error
 
 
-def _other_format(path: str | Path, expected: str) -> str:
-    """Return what a file is that a reader of the expected format refuses, and what to do, or nothing."""
-    found, ending = foreign_content(path), Path(path).suffix.lower()
+def _other_format(path: str | Path, expected: str, *, is_text: bool = False) -> str:
+    """Return what a file is that is not of the expected format, and what to do, or nothing."""
+    found, ending = foreign_content(path, is_text=is_text), Path(path).suffix.lower()
     if found is not None and found[0] == ZIP:
         kind = _SPREADSHEETS.get(ending)
         found = None if ending == ".npz" else found if kind is None else (f"{kind} ({ending})", SAVED_AS_CSV)

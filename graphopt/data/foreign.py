@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from graphopt.arguments import checked
 from graphopt.data.columnar import arrays_of_arrow
-from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray, with_rows
+from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Array, Dataset, LazyArray, with_rows
 from graphopt.data.tables import Columns, cells, is_frame, names_in
 from graphopt.data.tabular import IN_MEMORY, of_columns
-from graphopt.errors import GraphoptError, kind_of, line
+from graphopt.errors import GraphoptError, kind_of, line, some
 from graphopt.graph.metadata import column_names_in
 from graphopt.graph.roles import Role, role_of
 
@@ -36,8 +36,8 @@ def has_rows(data: object) -> bool:
     return known or _is_hugging_face(data) or is_frame(data)
 
 
-def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
-    """Return data as a data set.
+def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None, names: Sequence[str] | None = None) -> Dataset:
+    """Return data as a data set, with the plain columns of a table in the order of those that trained, by their names.
 
     Args:
         data: a data set; arrays by name; a Hugging Face data set with rows, whose columns are the arrays and are read
@@ -45,24 +45,27 @@ def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Datas
             `(X, y)` or `(X, y, sample_weight)`, whose X feeds the only input, or is arrays by name.
         inputs: the inputs of the model, which decide what the columns of a DataFrame feed: those of several inputs
             have the names of columns, and one of strings reads all.
+        names: the names of the columns that train; by default, those that the only input notes, if it does.
 
     Raises:
-        GraphoptError: it is none of these, or its columns are not numbers.
+        GraphoptError: it is none of these, its columns are not numbers, or they have other names.
     """
+    wanted = _data_inputs(inputs)
+    names = column_names_in([*wanted.values()]) if names is None else names
     if isinstance(data, Dataset):
         if data.columns is not None and not data.columns.has_learnt:
             raise GraphoptError(
                 f"{data.source}: expected columns that have learnt from training rows, found others: data = "
                 "data.learn(rows), with the first rows of graphopt.data.hold_out"
             )
-        return data
+        return data if names is None else _in_order(data, names, next(iter(wanted), FEATURES))
     if isinstance(data, Mapping):
         return Dataset({name: with_rows(x) for name, x in data.items()})
     if _is_hugging_face(data):
         return _of_hugging_face(data)
     if is_frame(data):
         target, weight = (name if name in data.columns else None for name in (TARGET, WEIGHT))
-        features = _features_by_input(names_in(data), inputs)
+        features = _features_by_input(names_in(data), wanted, names)
         return table(data, target=target, features=features, sample_weight=weight)
     if isinstance(data, tuple):
         return _of_tuple(data, inputs)
@@ -72,12 +75,44 @@ def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Datas
     )
 
 
-def _features_by_input(columns: Mapping[str, object], inputs: Mapping[str, ir.Value] | None) -> Any:
+def _in_order(data: Dataset, names: Sequence[str], input_: str) -> Dataset:
+    """Return plain columns of a table in the order of those that trained; arrays without names are read by place.
+
+    Raises:
+        GraphoptError: one of them is missing.
+    """
+    found = data.column_names
+    if found is None or found == [*names]:
+        return data
+    _check_there(data.source, names, found)
+    key = input_ if input_ in data.arrays or data.features is None else data.features
+    array = data.arrays.get(key)
+    if not isinstance(array, np.ndarray) or array.shape[1:] != (len(found),):
+        raise GraphoptError(
+            f"{data.source}: expected the columns {some(names, 10)} in this order, found {some(found, 10)}: "
+            "name them so"
+        )
+    places = [found.index(name) for name in names]
+    return replace(data, arrays={**data.arrays, key: array[:, places]}, names=[*names])
+
+
+def _check_there(source: str, names: Sequence[str], found: Sequence[str]) -> None:
+    """Raise an error if one of the columns that trained is missing in others."""
+    if missing := [name for name in names if name not in found]:
+        raise GraphoptError(
+            f"{source}: expected the column {missing[0]!r}, on which the model was trained, found {some(found, 20)}: "
+            "rename a column, or give an array, which is read by place"
+        )
+
+
+def _features_by_input(
+    columns: Mapping[str, object], wanted: Mapping[str, ir.Value], names: Sequence[str] | None
+) -> Any:
     """Return the columns of a DataFrame by the inputs that read them, or None for one array of all features."""
-    wanted = _data_inputs(inputs)
     if len(wanted) == 1 and _reads_strings(wanted):
         return {only: [name for name in columns if name not in (TARGET, WEIGHT)] for only in wanted}
-    if (names := column_names_in([*wanted.values()])) is not None:
+    if names is not None:
+        _check_there(IN_MEMORY, names, [name for name in columns if name not in (TARGET, WEIGHT)])
         return names
     return {name: name for name in wanted} if len(wanted) > 1 and columns.keys() >= wanted.keys() else None
 

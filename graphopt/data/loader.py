@@ -18,7 +18,7 @@ from graphopt.arguments import Checked, checked
 from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
 from graphopt.data.language.preferences import FIELDS
-from graphopt.data.tabular import IN_MEMORY, option, read_as_input
+from graphopt.data.tabular import ANY, IN_MEMORY, option, read_as_input
 from graphopt.errors import GraphoptError, kind_of, some
 from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import dtype_of, name_of
@@ -270,7 +270,7 @@ class _Column:
             )
         mend = other_shape(list(shape)[1:], found, self.name, are_pictures=self._is_picture) or mend
         if self._table is not None and self._table.names and len(static) == len(found) == 1:
-            ways = option(self._table.source, "features", ["..."])
+            ways = option(self._table.source, "features", ANY)
             named = some([name or repr(name) for name in self._table.names], 10)
             mend = f", of the columns {named}: {ways} names those that the model takes"
         if self._is_text and len(static) == len(found) == 1:

@@ -18,7 +18,6 @@ from graphopt.data.kinds import Unread, inferred, remedy
 from graphopt.errors import GraphoptError, kind_of, some, unknown
 from graphopt.graph.classified import (
     LABEL,
-    LABELS,
     PROBABILITIES,
     activation_of,
     classification_of,
@@ -29,7 +28,7 @@ from graphopt.graph.classified import (
 )
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import Note
+from graphopt.graph.metadata import LABELS, Note
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.roles import TargetSpec
 from graphopt.graph.values import dims_of, is_floating, name_of, swap

@@ -16,8 +16,10 @@ from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Array, Dataset
 from graphopt.data.kinds import Unread, check_points, is_code, written_as
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
 from graphopt.errors import GraphoptError, naming, some, unknown
+from graphopt.overrides import in_shell, list_text
 
 IN_MEMORY = "data"  # the path of a table that is no file
+ANY = "[...]"  # a list to be written
 _MOST_CLASSES = 1_000  # of a text column
 _FEW_CLASSES = 20  # of a text column, whatever the number of rows
 
@@ -34,10 +36,12 @@ def of_columns(
     sample_weight: str | int | None = None,
     labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
+    *,
+    are_places: bool = False,
 ) -> Dataset:
     """Return a data set of a table, of which `read` returns those of the named columns that are used.
 
-    Errors name the path, and `csv` explains the other arguments.
+    Errors name the path, `are_places` says that names only count the columns, and `csv` explains the other arguments.
     """
     refuse_twice(path, "column", names)
     targets, weights = _as_names(target), _as_names(sample_weight)
@@ -48,7 +52,7 @@ def of_columns(
     if features is None and "" in others:
         warnings.warn(
             f"{path}: a column without a name is a feature: pandas writes an index so, without to_csv(index=False); "
-            f"{option(path, 'features', ['...'])} names the features",
+            f"{option(path, 'features', ANY)} names the features",
             stacklevel=2,
         )
     if features is None:
@@ -56,8 +60,9 @@ def of_columns(
     only = None if isinstance(features, Mapping) else FEATURES
     by_input = features if isinstance(features, Mapping) else {FEATURES: features}
     inputs = {name: _as_names(x) for name, x in by_input.items()}
+    read_from = {*itertools.chain(*inputs.values())}
     used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
-    _check_known(path, used, names, targets, wanted)
+    _check_known(path, used, names, targets, read_from, wanted)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
@@ -83,7 +88,7 @@ def of_columns(
     if columns is None:
         known = inputs[FEATURES] if only and arrays[only].shape[1:] == (len(inputs[only]),) else None
         table = {name: cells(name, found[name]) for those in read_as.values() for name in those}
-        return Dataset(arrays, only, count, classes, None, table, known, path, cells_of=read_as)
+        return Dataset(arrays, only, count, classes, None, table, known, path, cells_of=read_as, are_places=are_places)
     with naming(path):
         table = {name: cells(name, found[name]) for name in inputs[FEATURES]}
         kinds = columns_of(wanted, table)
@@ -117,15 +122,28 @@ def is_numeral(text: str) -> bool:
     return len(text) <= LONGEST_CELL and suits(float, text)
 
 
-def option(path: str, name: str, value: str | Sequence[str]) -> str:
-    """Return how a file's option is set on the command line, or an argument of `graphopt.data.table`."""
-    in_python = None if value == "null" else value
-    value = value if isinstance(value, str) else f"[{','.join(value)}]"
-    return f"graphopt.data.table(..., {name}={in_python!r})" if path == IN_MEMORY else f"data.{name}={value}"
+def option(path: str, name: str, value: str | Sequence[str], most: int = 20) -> str:
+    """Return how a file's option is set on the command line, or an argument of `graphopt.data.table`.
+
+    Args:
+        most: the number of texts of a list that are shown.
+    """
+    if isinstance(value, str):
+        in_python = {"null": "None", ANY: ANY}.get(value, repr(value))
+        return f"graphopt.data.table(..., {name}={in_python})" if path == IN_MEMORY else f"data.{name}={value}"
+    shown, more = [*value[:most]], f" and {len(value) - most} more" if len(value) > most else ""
+    if path == IN_MEMORY:
+        return f"graphopt.data.table(..., {name}={shown!r}){more}"
+    return in_shell([f"data.{name}={list_text(shown)}"]) + more
 
 
 def _check_known(
-    path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str], wanted: Mapping[str, object]
+    path: str,
+    used: Iterable[str],
+    names: Sequence[str],
+    targets: Sequence[str],
+    features: Iterable[str],
+    wanted: Mapping[str, object],
 ) -> None:
     """Raise an error if a column is missing, or is both a feature and predicted."""
     known = {*names}
@@ -139,9 +157,9 @@ def _check_known(
             raise GraphoptError(f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}")
         if name not in known:
             target, none = option(path, "target", "NAME"), option(path, "target", "null")
-            features = option(path, "features", ["..."])
-            mend = f": name the column to predict, {target}, or leave it out, {none}"
-            mend = mend if name in targets else f": {features} names the features, in the order of those that trained"
+            mend = f": name the column to predict, {target}, or leave it out, {none}" if name in targets else ""
+            if name in features and not wanted:
+                mend = f": {option(path, 'features', ANY)} names the features; a trained model reads those that trained"
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
 
@@ -232,12 +250,12 @@ def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | N
         expected, found = ("a number", words[0]) if odd else ("a class", "")
         raise GraphoptError(
             f"{path}: column {name!r}, row {texts.index(found)}: expected {expected}, found {found!r}: mend it, leave "
-            f"out the row, or name the classes, {option(path, 'labels', words[:20])}"
+            f"out the row, or name the classes, {option(path, 'labels', words)}"
         )
     if not are_codes and written_as(words):
         raise GraphoptError(
             f"{path}: column {name!r}: expected plain numbers, or names of classes, found {words[0]!r}: write numbers "
-            f"such as 1500.5 into the column, or name the classes, {option(path, 'labels', words[:3])}"
+            f"such as 1500.5 into the column, or name the classes, {option(path, 'labels', words, 3)}"
         )
     if len(words) > min(_MOST_CLASSES, max(_FEW_CLASSES, len(texts) // 2)):
         raise GraphoptError(

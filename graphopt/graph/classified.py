@@ -13,14 +13,12 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import DERIVED, Note, Text, add_note, names_in
+from graphopt.graph.metadata import DERIVED, LABELS, Note, add_note, names_in
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import Role, TargetSpec, with_role
 from graphopt.graph.values import constant_of, dims_of, given, rank
 
 LABEL, PROBABILITIES = "label", "probabilities"  # as skl2onnx names them
-
-LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,10 @@ BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 # Of a model of images, in the words of ONNX's documentation, MetadataProps.md: how its pixels are scaled
 PIXEL_RANGE = Text("Image.NominalPixelRange")
+LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
 # Of an input: the names of the columns of the table that trained, a list in JSON; the trained model has it, too
 COLUMN_NAMES = Text("graphopt.column_names")
+ADDITIVE = Flag("graphopt.additive")  # an explanation whose elements sum to a difference of outputs
 # A weight that is 1 more in the file than in its module, as of Gemma's norms
 ADDS_ONE = Flag("graphopt.adds_one")
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
@@ -266,7 +268,7 @@ def expect(*right: bool) -> None:
 
 
 # Notes of a model from which nothing is computed: what a folder or a page says about it
-_DESCRIBING = (_Entry(ARCHITECTURE), _Entry("labels"), PIXEL_RANGE)
+_DESCRIBING = (_Entry(ARCHITECTURE), LABELS, PIXEL_RANGE)
 
 
 def forget_description(model: ir.Model) -> None:
@@ -309,11 +311,9 @@ def column_names_in(inputs: Sequence[ir.Value]) -> list[str] | None:
 
 
 def note_column_names(inputs: Sequence[ir.Value], names: Sequence[str]) -> None:
-    """Note the names of columns at the only one of a model's inputs; names that are whole numbers are places."""
+    """Note the names of the columns that train at the only one of a model's inputs."""
     if len(inputs) == 1:
-        COLUMN_NAMES.remove(inputs[0])
-        if not all(map(str.isdecimal, names)):
-            COLUMN_NAMES.write(inputs[0], json.dumps(list(names)))
+        COLUMN_NAMES.write(inputs[0], json.dumps(list(names)))
 
 
 def add_note(proto: onnx.ModelProto, note: Note) -> None:

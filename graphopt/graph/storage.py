@@ -155,7 +155,7 @@ def _clear_names(nodes: Iterable[onnx.NodeProto]) -> None:
 
 def model_digest(model: ir.Model) -> str:
     """Return the SHA-256 sum of a model with its weights, whatever the columns are called that it has trained on."""
-    proto, weights = apart(model)
+    proto, weights = apart(model) if is_large(model) else (ir.to_proto(model), Weights())
     metadata.forget_column_names_of(proto)
     sums = hashlib.sha256(_bytes(proto))
     for tensor in weights.values():
@@ -232,10 +232,11 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
 
     Args:
         model: an onnx_ir.Model or an onnx.ModelProto.
-        path: the file to write, whose ending is not that of another format, such as .npz.
+        path: the file to write.
 
     Raises:
-        GraphoptError: the first argument is no model, or the path is none of a model. Nothing is written.
+        GraphoptError: the first argument is no model, or the path has the ending of another format, such as `.npz`.
+            Nothing is written.
 
     >>> from graphopt import models
     >>> graphopt.save(models.linear((2,), 1), "model.onnx")
@@ -272,8 +273,7 @@ def path_of_file(path: str | os.PathLike[str], call: str, example: str = "model.
     ending, own = path.suffix.lower(), Path(example).suffix
     if ending in _OTHER_FORMATS and ending != own:
         raise GraphoptError(
-            f"{call}: expected a path such as {example}, found {path}, whose ending is another format's: end it in "
-            f"{own}"
+            f"{call}: expected a path such as {example}, found {path}, an ending of another format: use {own}"
         )
     return path
 
@@ -313,7 +313,7 @@ def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlace
     except OSError as error:
         raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
     except _UNREADABLE as error:
-        known = foreign_content(path)
+        known = None if "\0" in str(path) else foreign_content(path)
         found = f"another file ({line(error)})" if known is None else ": ".join(known)
         raise GraphoptError(f"{path}: expected an ONNX model, found {found}") from error
 

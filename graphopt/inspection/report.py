@@ -99,15 +99,13 @@ def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Repo
     """Run the steps of a pipeline on a copy of a model until one raises an error.
 
     Args:
-        batch: the number of rows in the estimate of memory.
+        batch: the number of rows in the estimate of memory, which counts at most 2^20 of them.
 
     Raises:
-        GraphoptError: the model cannot be read, or the batch has more rows than an estimate takes.
+        GraphoptError: the model cannot be read.
     """
-    if batch is not None and batch > MOST_ROWS:
-        raise GraphoptError(f"report: expected a batch of at most {MOST_ROWS:,} rows to estimate, found {batch:,}")
     model = load(source)
-    result = Report(model.clone(), batch=batch)
+    result = Report(model.clone(), batch=None if batch is None else min(batch, MOST_ROWS))
     for name, steps in pipeline.items():
         for step in steps:
             start = time.perf_counter()

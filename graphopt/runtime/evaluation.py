@@ -92,7 +92,6 @@ class Evaluations:
         signature = self._inputs.signature
         self._lock.acquire()  # as `with` does, in half the time
         try:
-            self._parts.buffers.confirm()
             evaluation = self.opened.get(call) or self._open(call)
             reported = evaluation.again(feeds, signature.check_labels if signature.labels else None)
             if reported is not None:

@@ -396,7 +396,8 @@ class Executor(Checked):
             quantized: as in `trained`.
 
         Raises:
-            GraphoptError: as in `trained`, or the file cannot be written. Nothing is changed.
+            GraphoptError: as in `trained`, the path has the ending of another format, or the file cannot be written.
+                Nothing is changed.
         """
         check_path(path, "save_trained", "executor.save_trained('trained.onnx')")
         path = path_of_file(path, "save_trained")
@@ -541,7 +542,7 @@ class Executor(Checked):
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
 
         Raises:
-            GraphoptError: the path is that of a model, `NAME.onnx`. Nothing is written.
+            GraphoptError: the path has the ending of a model or of another format. Nothing is written.
         """
         self._state.save(path, checksum)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 
@@ -17,11 +18,11 @@ from graphopt.graph import inference
 from graphopt.graph.classified import labels_in, note_classification, set_labels
 from graphopt.graph.loading import Source, read_original
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import FAKE, UNTRAINED
+from graphopt.graph.metadata import COLUMN_NAMES, FAKE, UNTRAINED, column_names_in, names_in, note_column_names
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.original import write_weights
 from graphopt.graph.parts import ModelParts
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, data_inputs, with_role
 from graphopt.graph.state import STEP, accumulators
 from graphopt.graph.storage import path_of_file
 from graphopt.graph.values import name_of
@@ -141,6 +142,8 @@ class ExecutorState:
             arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._buffers.batches}
         if checksum and (base := self._base) is not None:
             properties[_BASE] = base
+        if (names := column_names_in(data_inputs(self._model))) is not None:
+            properties[COLUMN_NAMES.key] = json.dumps(names)
         save_state(arrays, path, properties if checksum else None)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -162,6 +165,9 @@ class ExecutorState:
         with self._lock:
             self.update(arrays)
             self.set_batches(int(properties.pop(_BATCHES, self.steps)))
+            names = names_in(str(properties.pop(COLUMN_NAMES.key, "")))
+            if names is not None:
+                note_column_names(data_inputs(self._model), names)
             self.properties = properties
 
     @functools.cached_property

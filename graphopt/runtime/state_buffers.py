@@ -87,8 +87,6 @@ class StateBuffers:
         scaled = LOSS_SCALE in names  # with a loss scale, the step discards gradients that overflow
         self._may_overflow = {name_of(x) for x in accumulators(model) if scaled and x.name != ACCUMULATED}
         self.current = self.batches = 0  # the set to read, and the number of batches that trained
-        # Waits until it is known that the state may be read and replaced.
-        self.confirm: Callable[[], None] = no_wait
         self.version = 0  # a number of the state at hand, which grows when it changes
         fed = {name: array for name, array in initial.items() if name not in names}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}
@@ -153,7 +151,6 @@ class StateBuffers:
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
         """Return the state and the hyperparameters for an evaluation to read."""
-        self.confirm()
         return {**self.sets[self.current], **self.fed}
 
     @property
@@ -162,13 +159,11 @@ class StateBuffers:
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """Return copies of the state, or of part of it, by name."""
-        self.confirm()
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Replace part of the state by name. If `check` rejects an array, nothing is replaced."""
-        self.confirm()
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
@@ -208,10 +203,6 @@ class StateBuffers:
 
     def _note(self, values: Mapping[str, object]) -> None:
         self.hyperparameters = Copies({**self.hyperparameters, **values}, "set_hyperparameters(name=value)")
-
-
-def no_wait() -> None:
-    """Confirm the state without waiting."""
 
 
 # A dot product that overflows is the answer of a check; to tell NumPy so in each step takes half a microsecond.

@@ -9,14 +9,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError, kind_of
-from graphopt.graph import provenance
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
-from graphopt.runtime.checks.beside import CheckBeside
 from graphopt.runtime.checks.findings import Disagreement
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
@@ -24,7 +21,7 @@ from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.inputs import Inputs
 from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.signature import Seen, chosen_outputs, numbers, reporting
-from graphopt.runtime.state_buffers import StateBuffers, no_wait
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, rows_of
 
 
@@ -91,8 +88,7 @@ class Steps:
     Attributes:
         runner: what runs single steps.
         several: what runs several steps in a call.
-        first: the check of the first step, until it has agreed.
-        beside: the same, while it runs beside steps.
+        first: the check of the first step, until it has run.
     """
 
     _settled: BoundSession | None  # what runs steps on tensors like the last ones
@@ -102,8 +98,6 @@ class Steps:
         self._lock, self._rounds, self._workers = parts.lock, parts.rounds, parts.workers
         (is_checked,) = parts.workers.any(bool(parts.device.verify))
         self.first = FirstCheck(parts.device, parts.model, parts.buffers) if is_checked else None
-        self.beside: CheckBeside | None = None
-        self._may_wait = parts.workers.size == 1 and parts.rounds is None
         self.open()
 
     def open(self) -> None:
@@ -155,18 +149,16 @@ class Steps:
             feeds, runner = self._inputs.accepted(self._seen, feeds, self._check_batch), self.runner
             self._check_first(feeds)
             reported, is_finite = runner.step(buffers.current, feeds), runner.state_is_finite
-            self._settled = runner.settled if self.beside is None else None
+            self._settled = runner.settled
         else:
             is_finite = form.state_is_finite
         wrong = buffers.advance(reported, is_finite)
-        if wrong is not None:
-            buffers.confirm()
         if wrong is not None and self._keeps(wrong, reported):
             buffers.advance({})
         return reported
 
     def _check_first(self, feeds: Mapping[str, Tensor]) -> None:
-        """Check the plain step on the first batch that has rows, before the first update or beside the first ones.
+        """Check the plain step on the first batch that has rows, before the first update.
 
         Of several workers, each checks it on its rows of their first batch, and all raise the error of one.
 
@@ -175,39 +167,15 @@ class Steps:
         """
         if self.first is None or (self._workers.size == 1 and rows_of(feeds) == 0):
             return
-        if self.beside is not None:
-            if not self.beside.is_running:
-                self._confirm()
-            return
         message = ""
         try:
             if rows_of(feeds) != 0:
-                arrays = self._inputs.signature.arrays(feeds)
-                check = self.first.beside(arrays) if self._may_wait else None
-                if check is not None:
-                    batch = {name: np.array(x) for name, x in arrays.items()}
-                    self.beside = CheckBeside(check, self._buffers, batch)
-                    self._buffers.confirm = self._confirm
-                    return
-                self.first.check(arrays)
+                self.first.check(self._inputs.signature.arrays(feeds))
         except GraphoptError as error:
             message = str(error)
         for told in self._workers.gather_json(message):
             if told:
                 raise Disagreement(told)
-        self.first = None
-
-    def _confirm(self) -> None:
-        """Wait for the verdict of the check that runs beside steps.
-
-        Raises:
-            Disagreement: it has failed. The state is that before the first step, and the next one is checked before it.
-        """
-        beside, self.beside, self._may_wait = self.beside, None, False
-        self._buffers.confirm = no_wait
-        assert beside is not None
-        beside.verdict()
-        provenance.forget_source(self._parts.model)
         self.first = None
 
     def _check_batch(self, feeds: Mapping[str, Tensor]) -> None:

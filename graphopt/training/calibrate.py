@@ -15,9 +15,10 @@ from graphopt.data.foreign import as_dataset, by_name, has_rows, is_text, relabe
 from graphopt.data.loader import TrainingRows
 from graphopt.derivatives import normal_form
 from graphopt.errors import GraphoptError, kind_of, some
-from graphopt.graph.classified import LABELS, are_numbers, class_name, class_names
+from graphopt.graph.classified import are_numbers, class_name, class_names
 from graphopt.graph.inference import as_it_came
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import LABELS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.values import dims_of, name_of
 from graphopt.training.fit import opened

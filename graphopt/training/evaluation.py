@@ -50,9 +50,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the loss and the metrics on a data set.
 
-    A mean with weights, of rows, classes or labels that are not ignored, is that of all rows, whatever `batch_size` is.
-    A sum, several losses with weights of their own, and what is reported beside a loss, are means of those of batches
-    by their rows.
+    A loss that is a weighted mean is averaged over all rows, whatever `batch_size` is. A sum, several losses with
+    weights of their own, and what is reported beside a loss, are averaged over batches, weighted by their rows.
 
     Args:
         executor: the executor of a training graph.
@@ -249,7 +248,7 @@ class Mean:
             self.rate = values.get("learning_rate")
 
     def result(self, communicator: Communicator = SINGLE) -> Record:
-        """Return the mean of each number over the rows of all workers, and the last learning rate."""
+        """Return the mean of each number over the rows or the weights of all workers, and the last learning rate."""
         totals = np.array([self.rows, *self.sums.values()], np.float64)
         communicator.sum(totals)  # all workers have the same names
         means: Record = dict(zip(self.sums, (totals[1:] / (totals[0] or 1)).tolist(), strict=True))

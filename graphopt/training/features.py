@@ -74,6 +74,7 @@ class FrozenLayers:
             labels=data.labels,
             source=data.source,
             table=data.table or read,
+            names=data.column_names,
         )
 
     def give_back(self) -> None:

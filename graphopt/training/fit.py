@@ -134,15 +134,20 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
         workers.check_alike(_facts(executor, source, options))
     if isinstance(data, Dataset) and data.labels:
         executor.labels = data.labels
-    if isinstance(data, Dataset) and data.names and data.columns is None:
-        note_column_names(data_inputs(executor.model), data.names)
     callbacks = [*callbacks_of(options.callbacks), *_progress(options)]
     _begin_privacy(executor, source, options)
     loop = TrainingLoop(executor, source, held_out, dataclasses.replace(options, callbacks=callbacks))
     loop.begin()
+    _note_columns(executor, data)
     loop.train()
     _warn_of_unfinished_pruning(loop.run)
     return Records(loop.run.records)
+
+
+def _note_columns(executor: Executor, data: Data) -> None:
+    """Note the names of plain columns that train, by which later tables are read."""
+    if isinstance(data, Dataset) and (names := data.column_names) is not None:
+        note_column_names(data_inputs(executor.model), names)
 
 
 def _begin_privacy(executor: Executor, source: Epochs, options: FitOptions) -> None:
@@ -279,6 +284,8 @@ def _fit_on_features(executor: Executor, data: Data, options: FitOptions) -> Rec
         return fit(layers.executor, layers.features(data, size, allow_nan=allow_nan), **keywords)
     finally:
         layers.give_back()
+        if executor.batches:
+            _note_columns(executor, data)
 
 
 def _check_classes(executor: Executor, data: Dataset) -> None:
@@ -319,7 +326,9 @@ def _numbered(executor: Executor, data: Dataset) -> Dataset:
 
 def _alike(executor: Executor, validation: Any, data: Data) -> Dataset:
     """Return other rows to validate on, whose classes have the numbers of those that train."""
-    rows, of_rows = as_dataset(validation, executor.inputs), isinstance(data, Dataset) and TARGET in data.arrays
+    names = data.column_names if isinstance(data, Dataset) else None
+    rows = as_dataset(validation, executor.inputs, names)
+    of_rows = isinstance(data, Dataset) and TARGET in data.arrays
     labels = (data.labels if isinstance(data, Dataset) else None) or executor.labels
     if of_rows and rows.labels and not labels:
         check_both_named(rows, None, "data")

@@ -22,6 +22,8 @@ from graphopt.runtime.tensors import rows_of
 from graphopt.training.advice import advise
 from graphopt.training.options import FitOptions
 
+COLUMNS = "columns"  # of an identity: the names of the plain columns of a table that train, if they have names
+
 
 def read_batches(
     data: Any, executor: Executor, allow_nan: bool, steps: int | None = None, *, keep_positions: bool = False
@@ -97,6 +99,8 @@ class RowEpochs(Epochs):
         tokens = batches.data.tokens
         self.row_tokens = None if tokens is None else tokens / len(batches.data)
         self.identity = {"seed": options.seed, "shuffle": options.shuffle, "rows": len(rows)}
+        if batches.data.column_names is not None:
+            self.identity = {**self.identity, COLUMNS: batches.data.column_names}
         if options.sampling == "poisson":
             self.identity = {**self.identity, "sampling": "poisson"}
             self.end = secrets.randbits(64)  # the seed of the batches, which a checkpoint keeps

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.classified import LABELS
+from graphopt.graph.metadata import LABELS
 from graphopt.graph.origins import Kind, Origin
 from graphopt.graph.postprocessing import Detached
 from graphopt.graph.rewriting import Pass, Read

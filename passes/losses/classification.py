@@ -327,7 +327,7 @@ class Entropy(Loss):
 
     Args:
         axis: the axis of the classes, two or more.
-        from_logits: as in `CrossEntropy`. A logit of -inf leaves its class out.
+        from_logits: as in `CrossEntropy`. A class whose logit is -inf adds nothing.
 
     Raises:
         GraphoptError: there is one class.

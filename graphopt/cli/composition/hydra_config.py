@@ -33,8 +33,8 @@ from graphopt.cli.composition.expansion import check_expansion, flattened, plain
 from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, mapping, run_of
 from graphopt.cli.composition.sources import FOLDERS, RunsRecipe, register
 from graphopt.cli.run_folder import Before
-from graphopt.cli.tuning.proposal import in_shell, quoted
 from graphopt.errors import GraphoptError, unknown
+from graphopt.overrides import in_shell, quoted
 
 # A path, because `recipes` could be a package in the working directory.
 RECIPES = Path(__file__).parents[3] / "recipes"

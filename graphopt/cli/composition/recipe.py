@@ -50,11 +50,11 @@ from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import check_plain, write
 from graphopt.graph import provenance
-from graphopt.graph.classified import LABELS, are_numbers, class_names, labels_in
+from graphopt.graph.classified import are_numbers, class_names, labels_in
 from graphopt.graph.encoders import Encoders, string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import PIXEL_RANGE, column_names_in, note_column_names
+from graphopt.graph.metadata import LABELS, PIXEL_RANGE, column_names_in, note_column_names
 from graphopt.graph.postprocessing import Caches
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import STATE, Role, data_inputs, with_role
@@ -286,6 +286,8 @@ class Recipe:
             learnt = self._beside_model
             if self._reads_table:
                 learnt = {"labels": self.data.labels, "columns": self.data.columns}
+                names = self.data.column_names
+                learnt |= {"features": names} if names is not None else {}
                 learnt |= self._by_input if self.data.columns is None else {}
             validation = self._build("data", path=validation, **learnt)
         return {**fields, "validation": validation, "metrics": self.metrics}
@@ -450,8 +452,9 @@ class Recipe:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
         if self.data.pixel_range is not None:
             PIXEL_RANGE.write(program[0], self.data.pixel_range)
-        if self.data.names and self.columns is None:
-            note_column_names(data_inputs(program[0]), self.data.names)
+        inputs, names = data_inputs(program[0]), self.data.column_names
+        if names is not None and column_names_in(inputs) is None:
+            note_column_names(inputs, names)
         return program
 
     def save_trained(self, executor: Executor, path: Path) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import onnx_ir as ir
 
 import passes
-from graphopt.cli.tuning.proposal import Proposal, quoted
+from graphopt.cli.tuning.proposal import Proposal
 from graphopt.compiler import standard
 from graphopt.data import Dataset
 from graphopt.data.class_folders import parts_of_split
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
+from graphopt.overrides import quoted
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session

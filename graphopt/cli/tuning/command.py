@@ -27,7 +27,7 @@ from graphopt.cli.tuning.classes import as_written, first_output, freed, head_of
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.labelled import of_labelled_text, reads_texts
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import HEAD_RATE, Proposal, in_shell, list_text, quoted, read
+from graphopt.cli.tuning.proposal import HEAD_RATE, Proposal, read
 from graphopt.cli.tuning.recordings import of_recordings
 from graphopt.cli.words import TUNE, field_of, names_model, reader_of
 from graphopt.data.dataset import TARGET
@@ -42,6 +42,7 @@ from graphopt.graph.model_folders import model_in
 from graphopt.graph.values import dims_of, is_floating, name_of
 from graphopt.graph.weight_kinds import EMBEDDING
 from graphopt.inspection.words import label_of, measure_text
+from graphopt.overrides import in_shell, list_text, quoted
 from graphopt.training.callbacks.terminal import is_watched, open_console
 
 DEEPER = "deeper"  # the folder of the second run, in that of the first

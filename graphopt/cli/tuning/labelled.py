@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from graphopt.cli.tuning.classes import describe, head_of, propose_logits
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import Proposal, list_text, quoted
+from graphopt.cli.tuning.proposal import Proposal
 from graphopt.data import labelled_text
 from graphopt.data.dataset import TARGET
 from graphopt.data.language.labelled import LABEL, TEXT
@@ -21,6 +21,7 @@ from graphopt.data.tabular import is_numeral
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.values import dims_of, dtype_of, is_floating
 from graphopt.inspection.words import counted
+from graphopt.overrides import list_text, quoted
 
 # Of all weights: Devlin et al., BERT, 2019, appendix A.3.
 RATE, TOGETHER, EPOCHS, PATIENCE = "5e-5", "16", 4, 2

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+
+from graphopt.overrides import list_text
 
 HEAD_RATE = "0.005"  # of AdamW, on features of a head that are standardized
 VALIDATION_LOSS = "validation_loss"
 GIVE_ROWS = "give rows of what it takes, a table or an .npz of arrays by the names of its inputs, with 'target'"
-_OF_SHELL = {*"$`\\!"}  # what has a meaning in double quotes
-_PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
 
 
 @dataclass
@@ -80,32 +77,3 @@ class Proposal:
 def read(override: str) -> Any:
     """Return the value of a field as Hydra reads it."""
     return OverridesParser.create().parse_override(override).value()
-
-
-def quoted(text: str) -> str:
-    """Return a text as Hydra reads it: in quotes, if it has characters of its grammar.
-
-    >>> from graphopt.cli.tuning.proposal import quoted
-    >>> quoted("photos/dogs"), quoted("my photos"), quoted("2026_11"), quoted("1e5"), quoted("-inf")
-    ('photos/dogs', "'my photos'", "'2026_11'", "'1e5'", "'-inf'")
-    """
-    if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
-        return text
-    quote = Quote.double if "'" in text and '"' not in text else Quote.single
-    return str(QuotedString(text.replace("${", "\\${"), quote).with_quotes())
-
-
-def in_shell(words: Sequence[str]) -> str:
-    """Return words as one types them in a shell.
-
-    >>> from graphopt.cli.tuning.proposal import in_shell
-    >>> print(in_shell(["graphopt", "data.path='my photos'", "data.size=[8,8]"]))
-    graphopt "data.path='my photos'" 'data.size=[8,8]'
-    """
-    texts = {x: '"' + x.replace('"', '\\"') + '"' for x in words if "'" in x and not _OF_SHELL & {*x}}
-    return " ".join(texts.get(x) or shlex.quote(x) for x in words)
-
-
-def list_text(texts: Sequence[str]) -> str:
-    """Return texts as a list that Hydra reads."""
-    return f"[{','.join(map(quoted, texts))}]"

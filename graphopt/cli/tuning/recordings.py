@@ -17,11 +17,12 @@ from graphopt.cli.tuning.classes import (
     training_folder,
 )
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import GIVE_ROWS, Proposal, quoted
+from graphopt.cli.tuning.proposal import GIVE_ROWS, Proposal
 from graphopt.data import audio
 from graphopt.data.audio_folders import rate_of
 from graphopt.errors import GraphoptError
 from graphopt.graph.values import dims_of, is_floating, name_of
+from graphopt.overrides import quoted
 
 
 def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -> None:

@@ -7,7 +7,6 @@ that of updates. What trains is not checked: the report lists it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
@@ -84,15 +83,8 @@ _REFERENCE = Path(__file__).parents[3] / "passes" / "optimizers" / "reference.py
 SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), _REFERENCE)
 
 
-class Undecided(Exception):
-    """Say that some tokens of a batch do not decide."""
-
-
 class FirstCheck:
     """Check a training graph before its first update, once per graph, form of the data and machine.
-
-    Attributes:
-        is_beside: whether steps train meanwhile, so that the check ends where it would take much memory.
 
     Args:
         model: the plain training graph without its initial state.
@@ -101,8 +93,7 @@ class FirstCheck:
 
     def __init__(self, device: Device, model: ir.Model, buffers: StateBuffers) -> None:
         self._device, self._model, self._buffers = device, model, buffers
-        self._origin, self._has_room, self.is_beside = provenance.of(model), True, False
-        self._arrays: Arrays | None = None  # the state, if steps change that of the buffers
+        self._origin, self._has_room = provenance.of(model), True
         self._cpu = Device(
             "cpu",
             threads=device.threads,
@@ -117,7 +108,6 @@ class FirstCheck:
 
         Raises:
             Disagreement: an output, a gradient or an update differs.
-            Undecided: it runs beside steps, and some tokens are not enough.
         """
         begun = time.perf_counter()
         digest = self._digest(batch)
@@ -134,21 +124,6 @@ class FirstCheck:
         provenance.forget_source(self._model)
         if message:
             raise Disagreement(message)
-
-    def beside(self, batch: Arrays) -> FirstCheck | None:
-        """Return the same check on copies, to run while steps train; None if it takes much memory, or little time."""
-        device, state = self._device, self._state()
-        is_first = device.verify == "first" and device.memory is None and device.on_cpu
-        is_small = sum(x.nbytes for x in state.values()) <= MOST_CONVERTED
-        if not (is_first and is_small and self._cpu.frozen == "low") or some_tokens(self._model, batch) is None:
-            return None
-        check = copy.copy(self)
-        check._arrays, check.is_beside = {name: np.array(x) for name, x in state.items()}, True
-        return check
-
-    def copy_model(self) -> None:
-        """Take a copy of the graph, so that others may read it while the check shows inner values of its own."""
-        self._model = self._model.clone()
 
     def findings(self, batch: Arrays) -> list[Finding]:
         """Return what is found about the file, the gradient and the update."""
@@ -186,8 +161,6 @@ class FirstCheck:
         return {name: np.array(x.numpy()) for name, x in self._buffers.fed.items()}
 
     def _state(self) -> Arrays:
-        if self._arrays is not None:
-            return self._arrays
         buffers = self._buffers.sets[self._buffers.current]
         return {**{name: np.asarray(x.numpy()) for name, x in buffers.items()}, **self._hyperparameters}
 
@@ -205,8 +178,6 @@ class FirstCheck:
         if rows is not None and (found := self._agreed(state, rows)):
             yield from found
             return
-        if self.is_beside:
-            raise Undecided
         try:
             self._check_room(batch)
             yield from _Step(self._cpu, self._model, state, batch, self._device.verify == "full").findings(self._origin)

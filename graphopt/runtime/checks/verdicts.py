@@ -9,6 +9,7 @@ import io
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -45,11 +46,15 @@ def digest_of(models: Iterable[ir.Model], sources: Iterable[Path], facts: object
 
 
 def write_reproducer(digest: str, models: Mapping[str, ir.Model], inputs: Arrays, facts: Mapping[str, object]) -> Path:
-    """Write graphs, their inputs and what differs to a folder of the cache, and return the folder.
+    """Write graphs, their inputs and what differs to a folder of the cache, or a temporary one, and return the folder.
 
     Inputs and large weights are left out if they are many.
     """
-    folder = cache_folder(ROOM) / f"difference-{digest[:16]}"
+    try:
+        room = cache_folder(ROOM)
+    except GraphoptError:
+        room = Path(tempfile.mkdtemp(prefix="graphopt-"))
+    folder = room / f"difference-{digest[:16]}"
     constants = [
         sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values()) for model in models.values()
     ]

@@ -28,8 +28,10 @@ _PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
 _MODULES = ("arguments", "errors", "fields", "files", "intervals", "pipeline")
 _SOURCES = ("graph", "targets", *(f"{name}.py" for name in _MODULES))
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
+MEASURED = "measured-"  # what the name of a file begins with that is measured once on a machine
 MOST_BYTES = 2**30  # of the files of a room that were not used in the last day
 _DAY = 24 * 60 * 60  # seconds
+_WEEK = 7 * _DAY  # a process may wait in its folder for the first step
 
 
 def cache_folder(room: str = "native") -> Path:
@@ -100,21 +102,28 @@ def write_first(name: str, content: bytes, room: str = "native") -> Path:
 
 
 def trim(room: str = "native") -> None:
-    """Delete files of the cache that were used longest ago, as long as there are too many bytes of a day or older."""
-    files, before = [], time.time() - _DAY
+    """Delete files not used for a day, the least recently used first, until these take at most `MOST_BYTES`.
+
+    What was measured once stays. Folders that are a week old go: those of processes that were killed, and reproducers.
+    """
+    files, now = [], time.time()
     for path in cache_folder(room).iterdir():
         with contextlib.suppress(OSError):  # another process has just moved it
             status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_mtime < before and path.suffix != SUM:
+            if stat.S_ISDIR(status.st_mode) and status.st_mtime < now - _WEEK:
+                shutil.rmtree(path, ignore_errors=True)
+            is_kept = path.suffix == SUM or path.name.startswith(MEASURED)
+            if stat.S_ISREG(status.st_mode) and status.st_mtime < now - _DAY and not is_kept:
                 files.append((status.st_mtime, status.st_size, path))
     left = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
+    for used, size, path in sorted(files):
         if left <= MOST_BYTES:
             return
-        left -= size
         with contextlib.suppress(OSError):  # on Windows, a process has loaded it
-            path.unlink()
-            path.with_name(path.name + SUM).unlink(missing_ok=True)
+            left -= size
+            if path.lstat().st_mtime == used:  # no process has used it since
+                path.unlink()
+                path.with_name(path.name + SUM).unlink(missing_ok=True)
 
 
 def read_model(name: str, weights: Mapping[str, ir.TensorProtocol], room: str = "native") -> ir.Model | None:

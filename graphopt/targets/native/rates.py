@@ -6,7 +6,7 @@ import ctypes
 import json
 import math
 
-from graphopt.targets.native.cache import read_cached, write_first
+from graphopt.targets.native.cache import MEASURED, read_cached, write_first
 from graphopt.targets.native.library import parts_for, source
 from graphopt.targets.native.toolchain import Objects, build, code_digest
 
@@ -46,7 +46,7 @@ def kept_rates() -> tuple[float, ...] | None:
 
 def rates_file() -> str:
     """Return the name of the file of rates in the cache."""
-    return f"{code_digest('rates', *_parts())}.json"
+    return f"{MEASURED}{code_digest('rates', *_parts())}.json"
 
 
 def _parts() -> list[str]:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.places import flat_places, flat_places_of_rows
+from graphopt.graph.flat_indices import flat_indices, flat_indices_of_rows
 from graphopt.graph.values import constant_of, rank
 from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.portable.form import Form, given, known_sizes
 
+_INTEGERS = ir.DataType.INT32, ir.DataType.INT64
+_EXACT = 2**24  # the largest number up to which float32 has all integers
 _REDUCED = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64  # by ScatterElements on CPUs
 
 
@@ -118,8 +121,8 @@ def rows_by_element(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         return None
     shape = op.Shape(x)
     if columns > 1:  # the number of the row that several columns name, which this looks up and checks
-        where = op.GatherND(flat_places(op, op.Slice(shape, [0], [columns])), where)
-    where = flat_places_of_rows(op, shape, where, columns, rank(x))
+        where = op.GatherND(flat_indices(op, op.Slice(shape, [0], [columns])), where)
+    where = flat_indices_of_rows(op, shape, where, columns, rank(x))
     flat = [op.Reshape(value, [-1]) for value in (x, where, rows)]
     return [op.Reshape(op.ScatterElements(*flat, axis=0, reduction=how), shape, allowzero=1)]
 
@@ -146,17 +149,80 @@ def added_by_product(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def product_of_limbs(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write a product of int32 numbers by exact ones of their limbs of 11 bits in float32; it wraps around, too.
+    """Write a product of integers by exact ones of their limbs of 11 bits in float32; it wraps around in 32 bits.
 
-    MNN multiplies the numbers as float32, which round above 2^24 (tests/faults.py: MNN-products): random numbers were
-    others. Its sums and quotients of int32 are exact.
+    MNN multiplies the numbers as float32, which round above 2^24 (tests/faults.py: MNN-integers): random numbers were
+    others. Its int64 has 32 bits. Its sums, quotients and comparisons of integers are exact.
     """
-    if node.outputs[0].dtype != ir.DataType.INT32:
+    dtype = node.outputs[0].dtype
+    if dtype not in _INTEGERS:
         return None
-    a, b = (_limbs(op, given(x)) for x in node.inputs)
+    a, b = (_limbs(op, op.cast(given(x), ir.DataType.INT32)) for x in node.inputs)
     parts = [[op.Mul(a[i], b[total - i]) for i in range(total + 1)] for total in range(3)]
     low, middle, high = (op.cast(functools.reduce(op.Add, terms), ir.DataType.INT32) for terms in parts)
-    return [low + _shifted(op, middle + _shifted(op, high))]
+    return [op.cast(low + _shifted(op, middle + _shifted(op, high)), dtype)]
+
+
+def extreme_by_comparison(comparison: str) -> Form:
+    """Return the form of a Max or Min of integers, which MNN rounds to float32, too."""
+
+    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+        def chosen(a: ir.Value, b: ir.Value) -> ir.Value:
+            return op.Where(op.call_op(comparison, [a, b], {}), b, a)
+
+        first, *others = map(given, node.inputs)
+        if first.dtype not in _INTEGERS:
+            return None
+        return [functools.reduce(chosen, others, first) if others else op.Identity(first)]
+
+    return form
+
+
+def clip_by_extremes(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a Clip of integers, which MNN rounds to float32, as Max and Min."""
+    x, *bounds = node.inputs
+    y = given(x)
+    if y.dtype not in _INTEGERS:
+        return None
+    for name, bound in zip(("Max", "Min"), bounds, strict=False):
+        y = y if bound is None else op.call_op(name, [y, bound], {})  # type: ignore[assignment]
+    return [op.Identity(y)]
+
+
+def abs_by_comparison(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write an Abs of integers, which MNN rounds to float32, by the opposites of those below 0."""
+    x = given(node.inputs[0])
+    return [op.Where(op.Less(x, 0), op.Neg(x), x)] if x.dtype in _INTEGERS else None
+
+
+def range_by_sums(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write a Range of integers as sums of its steps: MNN computes in float32 how many there are."""
+    bounds = start, limit, delta = [given(x) for x in node.inputs]
+    known = [constant_of(x) for x in bounds if not x.is_graph_input()]
+    is_exact = len(known) == 3 and all(x is not None and abs(x.item()) <= _EXACT for x in known)
+    if start.dtype not in _INTEGERS or is_exact:
+        return None
+    count = op.Max((limit - start + delta - op.Sign(delta)) / delta, 0)
+    steps = op.Expand(delta, op.Reshape(op.cast(count, ir.DataType.INT64), [1]))
+    return [start + op.CumSum(steps, op.constant(0), exclusive=1)]
+
+
+def of_near_indices(form: Form | None = None) -> Form:
+    """Return a form that refuses to read or write single elements of an array of more than 2^24 numbers.
+
+    MNN rounds their indices to float32 (tests/faults.py: MNN-indices).
+    """
+
+    def checked(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+        sizes = known_sizes(node.inputs[0])
+        if sizes and None not in sizes and math.prod(sizes) > _EXACT:  # type: ignore[arg-type]
+            raise GraphoptError(
+                f"{node.op_type} {node.name}: expected an array of at most {_EXACT} numbers, since MNN rounds "
+                f"indices to float32, found {' x '.join(map(str, sizes))}: train on another runtime"
+            )
+        return None if form is None else form(op, node)
+
+    return checked
 
 
 def _limbs(op: Emitter, x: ir.Value) -> list[ir.Value]:

@@ -21,12 +21,17 @@ from graphopt.graph.values import like, name_of, swap
 from graphopt.targets.portable.cuda import CUDA, join_small_arrays
 from graphopt.targets.portable.everywhere import (
     ALONG_NO_AXIS,
+    abs_by_comparison,
     added_by_product,
     average_of_whole_windows,
     chain_of_sums,
+    clip_by_extremes,
+    extreme_by_comparison,
+    of_near_indices,
     product_by_a_copy,
     product_of_limbs,
     product_of_shape,
+    range_by_sums,
     rows_by_element,
 )
 from graphopt.targets.portable.form import Form
@@ -50,10 +55,17 @@ FORMS: dict[str, Mapping[str, Form]] = {
     "cuda": CUDA,
     "iree": {},
     "mnn": {
+        "Abs": abs_by_comparison,
         "BatchNormalization": batch_normalization,
+        "Clip": clip_by_extremes,
+        "GatherElements": of_near_indices(),
+        "GatherND": of_near_indices(),
+        "Max": extreme_by_comparison("Less"),
+        "Min": extreme_by_comparison("Greater"),
         "Mul": product_of_limbs,
-        "ScatterElements": added_by_product,
-        "ScatterND": rows_by_element,
+        "Range": range_by_sums,
+        "ScatterElements": of_near_indices(added_by_product),
+        "ScatterND": of_near_indices(rows_by_element),
     },
     "openvino": {"Gemm": product_by_a_copy, "LayerNormalization": layer_normalization},
     "tinygrad": {},

@@ -10,7 +10,7 @@ from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.places import flat_places, flat_places_of_rows
+from graphopt.graph.flat_indices import flat_indices, flat_indices_of_rows
 from graphopt.graph.values import constant_of, dims_of, like, rank, wide_type
 from passes.gradients.registry import Gradients, one_line_rules, rule
 from passes.gradients.walk import further_output, zeros
@@ -133,7 +133,7 @@ def depth_to_space(op: Emitter, dy: Value, x: Value, *, blocksize: int, mode: st
 
 def positions(op: Emitter, x: Value) -> Value:
     """Return the flat position of each element of `x`, in the shape of `x`."""
-    where = flat_places(op, op.shape_of(x))
+    where = flat_indices(op, op.shape_of(x))
     where.shape = x.shape
     return where
 
@@ -155,7 +155,7 @@ def add_rows(op: Emitter, shape: Value, rows: Value, dy: Value, x: Value, axes: 
     order, along one axis fastest: on one thread, rows of 512 numbers take 2.4 times as long as by ScatterND, and the
     positions twice the bytes of `dy`.
     """
-    where = flat_places_of_rows(op, shape, op.cast(rows, ir.DataType.INT64), axes, rank(x))
+    where = flat_indices_of_rows(op, shape, op.cast(rows, ir.DataType.INT64), axes, rank(x))
     total = add_up(op, op.ReduceProd(shape, keepdims=1), op.Reshape(where, [-1]), op.Reshape(dy, [-1]))
     return op.Reshape(total, shape, allowzero=1)
 

@@ -60,8 +60,8 @@ static double direct_seconds(const Convolution *u, double multiplication) {
     return (double)u->groups * (sums * multiplication + copied * rates.copy) + rates.start;
 }
 
-/* Return the seconds that lines of an input take beyond those of their numbers, as direct.h copies them. This was fitted to
- * convolutions of MobileNetV3, RegNetX and ResNet-18 on an AMD EPYC, and was not measured beside tiles. */
+/* Return the seconds that copying each row of the padded input adds to the time per element. The factor 3 was fitted on an
+ * AMD EPYC, to convolutions of MobileNetV3, RegNetX and ResNet-18. */
 static double seconds_of_lines(const Convolution *u) {
 #ifdef GEMM_HAS_PAIRS
     return 3 * rates.start * (double)(u->groups * u->images * u->channels * u->sizes[0] * u->sizes[1]);
