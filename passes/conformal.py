@@ -51,10 +51,11 @@ class _Conformal(Learning):
 class PredictionSet(OfClasses, _Conformal):
     """Add outputs `probability` [N, classes] and `set` [N, classes]: the set has the right class in 1 - alpha of rows.
 
-    The score of a class is minus its probability for `lac` (Sadinle, Lei, Wasserman 2019). For `aps`, it is the sum of
-    the probabilities from the largest to its own (Romano, Sesia, Candes 2020; without their random numbers, as in
-    arXiv:2107.07511). `raps` adds `penalty` for each rank after `rank` (Angelopoulos et al. 2021). A set has the
-    classes whose score is at most the threshold, and may be empty.
+    The score of a class is minus its probability for `lac` (Sadinle, Lei, Wasserman 2019). For `aps`, it is minus the
+    sum of the smaller probabilities, which orders classes as the sum from the largest to its own does, but keeps the
+    digits of sure networks (Romano, Sesia, Candes 2020; without their random numbers, as in arXiv:2107.07511). `raps`
+    adds `penalty` for each rank after `rank` (Angelopoulos et al. 2021). A set has the classes whose score is at most
+    the threshold, and may be empty.
 
     Args:
         score: `lac` for the smallest sets, `aps` or `raps` for sets that grow with the difficulty of a row.
@@ -83,7 +84,7 @@ class PredictionSet(OfClasses, _Conformal):
             y = op.Identity(self._likelihoods(op, p), _outputs=["set.likelihoods"])
         likelihoods, targets = on_rows(y)
         numbers = self.class_numbers(targets, likelihoods.shape[1])
-        own = self._largest - np.take_along_axis(likelihoods, numbers[:, None], axis=1)[:, 0]
+        own = -np.take_along_axis(likelihoods, numbers[:, None], axis=1)[:, 0]
         if not self.by_class:
             return replace(known, threshold=(self.threshold_of(own),))
         of_classes = (self.threshold_of(own[numbers == c], f" of class {c}") for c in range(likelihoods.shape[1]))
@@ -92,22 +93,18 @@ class PredictionSet(OfClasses, _Conformal):
     def emit(self, op: Emitter, model: ir.Model) -> tuple[ir.Value, dict[str, ir.Value]]:
         scores = self.scores(model)
         self.check_count("threshold", 1, 2 if scores.is_binary else dims_of(scores.output)[1])
-        p, least = scores.emit_probabilities(op), self._largest - np.array(self.threshold)
-        least -= 8 * epsilon(p) * (np.abs(least) if self.score == "lac" else 1.0)  # rounding leaves no class out
+        p, least = scores.emit_probabilities(op), -np.array(self.threshold)
+        least -= 8 * epsilon(p) * np.abs(least)  # rounding leaves no class out
         outside = op.Less(self._likelihoods(op, p), op.constant(least, like=p))
         return scores.output, {"probability": p, "set": op.Not(outside)}  # of NaN, every class
 
-    @property
-    def _largest(self) -> float:
-        """Return the score of a class of likelihood 0."""
-        return 0.0 if self.score == "lac" else 1.0
-
     def _likelihoods(self, op: Emitter, p: ir.Value) -> ir.Value:
-        """Emit, for each class, the largest score minus its own: the larger, the likelier."""
+        """Emit, for each class, minus its score: the larger, the likelier."""
         if self.score == "lac":
             return p
         falling, order = op.TopK(p, op.shape_of(p, 1), axis=1, _outputs=2)
-        less_likely = op.CumSum(falling, 1, reverse=1) - falling  # of the least likely class, 0 in each row
+        less_likely = op.CumSum(falling, 1, exclusive=1, reverse=1)  # of the least likely class, 0 in each row
+        less_likely = less_likely + 0.0 * falling  # but NaN in a row of NaN
         if self.score == "raps":
             rank = op.Range(1, op.Squeeze(op.shape_of(p, 1)) + 1, 1)
             less_likely = less_likely - self.penalty * op.Max(op.Cast(rank - self.rank, to=p.dtype), 0.0)

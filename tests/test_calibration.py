@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -22,6 +23,8 @@ from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import brier_score_loss, log_loss
 from sklearn.model_selection import train_test_split
+from sklearn.multiclass import OneVsOneClassifier
+from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
 
 import graphopt
 import passes
@@ -30,6 +33,7 @@ from graphopt.cli import command as cli
 from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.rows import _is_same
 from graphopt.errors import GraphoptError
+from graphopt.graph.classified import class_name, class_names
 from graphopt.graph.emitter import Emitter
 from passes import calibration
 
@@ -997,11 +1001,90 @@ def test_names_and_numbers_that_may_be_others_are_refused() -> None:
             "the names of all classes of a file that names none, found b",
         ),
     ):
-        with pytest.raises(GraphoptError, match=message):
-            graphopt.calibrate(of, (x[: len(y)], y), passes.Temperature())
-    for of, y in ((file, target), (file, target + 1), (model(LOGITS), np.array([*"abcde"])[target])):
-        found = graphopt.calibrate(of, (x, y), passes.Temperature())
-        assert numbers(found) == numbers(graphopt.calibrate(model(LOGITS), rows(), passes.Temperature()))
+        for data in ((x[: len(y)], y), {"x": x[: len(y)], "target": y}):
+            with pytest.raises(GraphoptError, match=message):
+                graphopt.calibrate(of, data, passes.Temperature())
+    expected = numbers(graphopt.calibrate(model(LOGITS), rows(), passes.Temperature()))
+    for of, y in ((file, target), (file, target + 1)):
+        assert numbers(graphopt.calibrate(of, (x, y), passes.Temperature())) == expected
+    ordered = graphopt.data.Dataset({"x": x, "target": target}, labels=[*"edcba"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert numbers(graphopt.calibrate(model(LOGITS), ordered, passes.Temperature())) == expected
+    text = np.array([*"abcde"])[target]
+    for data in ((x, text), {"x": x, "target": text}):
+        with pytest.warns(UserWarning, match="a, b, c, d, e are taken for its classes from 0 on, in this order"):
+            assert numbers(graphopt.calibrate(model(LOGITS), data, passes.Temperature())) == expected
+
+
+def test_constants_that_operators_read_are_no_names_of_classes() -> None:
+    """A regressor's training targets were, and went into the file; so were the classes of one of its classifiers."""
+    skl2onnx = pytest.importorskip("skl2onnx")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((200, 3)).astype(np.float32)
+    y = (np.clip(np.round(2.5 + x[:, 0] + 0.5 * rng.standard_normal(200)), 1, 4) + 0.5).astype(np.float32)
+    file = skl2onnx.to_onnx(KNeighborsRegressor(3).fit(x[:60], y[:60]), x[:1])
+    calibrated = graphopt.calibrate(file, (x[60:], y[60:]), passes.PredictionInterval(0.1))
+    found = graphopt.run(calibrated, {"X": x[60:]})
+    assert "labels" not in calibrated.metadata_props
+    error = np.sort(np.abs(found["variable"][:, 0] - y[60:]))[126]  # the 127th of 140
+    np.testing.assert_allclose(found["upper"] - found["lower"], 2 * error, rtol=1e-5)
+    assert class_names(graphopt.load(file)) is None
+    target = x.argmax(1)
+    pairs = OneVsOneClassifier(LogisticRegression()).fit(x, target)
+    assert class_names(graphopt.load(skl2onnx.to_onnx(pairs, x[:1], options={"zipmap": False}))) is None
+    for fitted in (KNeighborsClassifier(3), LogisticRegression()):
+        for names in (["a", "b", "c"], [1, 2, 3]):
+            proto = skl2onnx.to_onnx(fitted.fit(x, np.array(names)[target]), x[:1], options={"zipmap": False})
+            assert class_names(graphopt.load(proto)) == [*map(str, names)]
+            del proto.graph.output[0]
+            assert class_names(graphopt.load(proto)) is None
+
+
+def test_large_whole_numbers_name_classes() -> None:
+    """Through float64, three classes were all called 1e+17."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((90, 3)).astype(np.float32)
+    names = 10**17 + np.arange(3)
+    own = names[x.argmax(1)]
+    file = graphopt.OnnxClassifier(hidden_layer_sizes=(), max_iter=20).fit(x, own).to_onnx()
+    texts = [*map(str, names)]
+    assert [p.value for p in file.metadata_props if p.key == "labels"] == [json.dumps(texts)]
+    sets, rows = passes.PredictionSet(0.2, output="probabilities"), own != names[0]
+    found = [graphopt.calibrate(file, (x[rows], y[rows]), sets) for y in (own, own.astype(str))]
+    assert numbers(found[0]) == numbers(found[1])
+    assert [class_name(y) for y in (True, np.int64(-3), 2.0, np.float32(0.5), "a", b"b")] == [
+        "1",
+        "-3",
+        "2",
+        "0.5",
+        "a",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize("score", ["aps", "raps"])
+def test_sets_of_sure_networks_are_those_of_float64(score: Literal["aps", "raps"]) -> None:
+    """A tolerance beside 1 was as large as what is less likely than the first class: all ten were in each set."""
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((2000, 10)).astype(np.float32)
+    target = (4 * z + rng.gumbel(size=z.shape)).argmax(1)
+    z *= 30
+    file = model("g (float[N,10] x) => (float[N,10] y) { y = Identity(x) }")
+    sure = passes.PredictionSet(0.1, score, from_logits=True, penalty=1e-12, rank=3)
+    found = graphopt.run(graphopt.calibrate(file, (z[:1000], target[:1000]), sure), {"x": z[1000:]})["set"]
+    p = softmax(z.astype(np.float64), axis=1)
+    order = np.argsort(-p, axis=1)
+    falling = np.take_along_axis(p, order, axis=1)
+    less = np.cumsum(np.c_[np.zeros(2000), falling[:, :0:-1]], axis=1)[:, ::-1]
+    if score == "raps":
+        less = less - 1e-12 * np.maximum(np.arange(1, 11) - 3, 0)
+    likelihoods = np.empty_like(p)
+    np.put_along_axis(likelihoods, order, less, axis=1)
+    own = np.sort(likelihoods[np.arange(1000), target[:1000]])
+    expected = likelihoods[1000:] >= own[1000 - 901] * (1 - 1e-6 * np.sign(own[1000 - 901]))
+    assert expected.sum(1).mean() < 6
+    assert (found != expected).mean() < 1e-3  # float32 rounds the less likely ones
 
 
 def test_rates_that_rounding_makes_negative_are_rates() -> None:

@@ -140,18 +140,20 @@ def test_loss_and_gradient_are_pytorchs(loss, prediction, target, twin):
 
 @pytest.mark.parametrize("mask", ["y = Where(m, z, low)", "low_m = Where(m, zero, low)\n y = Add(z, low_m)"])
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0, 0.5)])
-def test_a_class_that_the_model_masks_is_left_out(mask: str, weights: tuple[float, ...] | None) -> None:
-    """PyTorch looks the logarithm of the class up, so that 0 times -inf does not occur."""
+@pytest.mark.parametrize("first", [0, 2], ids=["left out", "a row's own"])
+def test_a_class_that_the_model_masks_is_left_out(mask: str, weights: tuple[float, ...] | None, first: int) -> None:
+    """PyTorch looks the logarithm of the class up, so that 0 times -inf does not occur; a masked target's is inf."""
     rng = np.random.default_rng(0)
     x, masked = rng.standard_normal((6, 4)), rng.standard_normal((4, 3))
-    m, target = np.array([[True, True, False]] * 3 + [[True] * 3] * 3), np.array([0, 1, 1, 2, 0, 2])
+    m, target = np.array([[True, True, False]] * 3 + [[True] * 3] * 3), np.array([first, 1, 1, 2, 0, 2])
     text = f"g (double[N,4] x, bool[N,3] m) => (double[N,3] y) {{ z = MatMul(x, w)\n {mask} }}"
     net = model(text, w=masked, low=np.array(-np.inf), zero=np.array(0.0), dtype=np.float64)
     steps = {"loss": passes.CrossEntropy(class_weights=weights), "parameters": passes.Parameters("w")}
     step = graphopt.compile(net, optimizer=passes.SGD(1.0), **steps)
     outputs = run(step, 1, {"x": x, "m": m, "target": target})[0]
     w = torch.tensor(masked, requires_grad=True)
-    logits = (torch.tensor(x) @ w).masked_fill(~torch.tensor(m), -torch.inf)
+    z, left = torch.tensor(x) @ w, torch.tensor(m)
+    logits = z + torch.where(left, 0.0, -torch.inf) if "Add" in mask else z.masked_fill(~left, -torch.inf)
     expected = F.cross_entropy(
         logits, torch.tensor(target), None if weights is None else torch.tensor(weights).double()
     )

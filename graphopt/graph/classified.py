@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,8 +14,9 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import DERIVED, LABELS, Note, add_note, names_in
+from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import Role, TargetSpec, with_role
-from graphopt.graph.values import constant_of, dims_of, rank
+from graphopt.graph.values import constant_of, dims_of, given, rank
 
 LABEL, PROBABILITIES = "label", "probabilities"  # as skl2onnx names them
 
@@ -100,20 +102,46 @@ def named_classes(op: Emitter, code: ir.Value, names: Sequence[str] | np.ndarray
     return op.Gather(op.constant(classes.astype(np.int64 if whole else np.float64)), code)
 
 
+def class_name(label: object) -> str:
+    """Return the name of a class: text, or a number, without a point if it is whole."""
+    if isinstance(label, str | bytes):
+        return label.decode() if isinstance(label, bytes) else str(label)
+    number: Any = label
+    is_whole = isinstance(label, int | np.integer | np.bool_) or float(number).is_integer()
+    return str(int(number)) if is_whole else f"{float(number):.17g}"
+
+
 def class_names(model: ir.Model) -> list[str] | None:
-    """Return the names of a model's classes: noted, or an attribute or a constant of scikit-learn's operators."""
+    """Return the names of a model's classes: noted, or of scikit-learn's operator that computes its only label.
+
+    There are as many as scores. Other constants that operators read, such as the targets of neighbours, are no names.
+    """
     if (noted := labels_in(model)) is not None:
         return noted
-    for node in reversed(model.graph):
-        labels: Iterable[object] = ()
-        for name in ("classlabels_strings", "classlabels_ints", "classlabels_int64s"):
-            if name in node.attributes:
-                labels = labels or node.attributes[name].value
-        if node.op_type == "ArrayFeatureExtractor" and (array := constant_of(node.inputs[0])) is not None:
-            labels = array.reshape(-1).tolist()
-        if texts := [x.decode() if isinstance(x, bytes) else str(x) for x in labels]:
-            return texts
+    outputs, known = model.graph.outputs, (ir.DataType.STRING, ir.DataType.INT32, ir.DataType.INT64)
+    found = [names for y in outputs if y.dtype in known and (names := _names_behind(y))]
+    if len(found) != 1 or len({*found[0]}) < len(found[0]):
+        return None
+    due = {(len(found[0]),), *([(), (1,)] if len(found[0]) == 2 else ())}
+    for y in (y for y in outputs if y.dtype not in known):
+        columns = None if y.shape is None else dims_of(y)[1:]  # those of a ZipMap are open
+        if columns is None or columns in due or not all(isinstance(size, int) for size in columns):
+            return found[0]
     return None
+
+
+def _names_behind(y: ir.Value) -> list[str]:
+    """Return the names of the classes among which an operator of scikit-learn's chooses a label; none of another."""
+    while (node := y.producer()) is not None and node.domain == "" and node.op_type in VIEWS | {"Cast"}:
+        y = given(node.inputs[0])
+    labels: Iterable[object] = ()
+    if node is not None and node.op_type == "ArrayFeatureExtractor":
+        array = constant_of(node.inputs[0])
+        labels = () if array is None else array.reshape(-1).tolist()
+    elif node is not None and y is node.outputs[0]:
+        for name in ("classlabels_strings", "classlabels_ints", "classlabels_int64s"):
+            labels = labels or (node.attributes[name].value if name in node.attributes else ())
+    return [*map(class_name, labels)]
 
 
 def are_numbers(names: Sequence[str]) -> bool:

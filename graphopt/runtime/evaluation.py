@@ -44,7 +44,7 @@ from graphopt.targets.native.cache import own_version
 
 NEVER = -1
 # The outputs that methods of an executor compute.
-WEIGHTS = "weights"
+WITH_WEIGHTS = " with weights"  # after such a method: also the weights of the loss's mean
 _COMPUTED = {
     "evaluate": (Role.LOSS, Role.METRIC, Role.PREDICTION),
     "losses": (Role.LOSS, Role.METRIC),
@@ -103,10 +103,10 @@ class Evaluations:
 
     def _open(self, call: str) -> Evaluation:
         parts = self._parts
-        if call == WEIGHTS:
-            names = [*map(name_of, weights_of_means(parts.model))]
-        else:
-            names = [*map(name_of, with_role(parts.model, *_COMPUTED[call]))] if call in _COMPUTED else [call]
+        roles = _COMPUTED.get(call.removesuffix(WITH_WEIGHTS))
+        names = [call] if roles is None else [*map(name_of, with_role(parts.model, *roles))]
+        if call.endswith(WITH_WEIGHTS):
+            names += map(name_of, weights_of_means(parts.model))
         if not names:
             raise GraphoptError("predict: expected an output other than the model's own loss, found none: use evaluate")
         alone = parts.rounds is None and parts.workers.size == 1

@@ -23,7 +23,7 @@ from graphopt.runtime import placement
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.checkpoint import Property
 from graphopt.runtime.device import Device
-from graphopt.runtime.evaluation import WEIGHTS, Evaluations, reductions_of, weights_of_means
+from graphopt.runtime.evaluation import WITH_WEIGHTS, Evaluations, reductions_of, weights_of_means
 from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.executor_state import ExecutorState, joined
 from graphopt.runtime.frozen import FrozenPlacement, placement_of
@@ -266,21 +266,23 @@ class Executor(Checked):
         return self._evaluations.compute("predict", self._inputs.of_call(data, unnamed, named))
 
     @property
-    def has_loss_weights(self) -> bool:
-        """Return whether one loss is a mean with weights."""
-        return len(weights_of_means(self._model)) == 1
+    def loss_weights(self) -> str | None:
+        """Return the name of the weights of the loss's mean, which may be an input; None unless one loss has some."""
+        names = [*map(name_of, weights_of_means(self._model))]
+        return names[0] if len(names) == 1 else None
 
     @property
     def has_one_loss(self) -> bool:
         """Return whether the loss is one mean or sum, beside penalties."""
         return len(reductions_of(self._model)) == 1
 
-    def loss_weights(self, data: Mapping[str, Tensor]) -> np.ndarray:
-        """Return the weights of the loss's mean on some data; `has_loss_weights` tells whether there are any."""
-        feeds = self._inputs.of_call(data, (), {})
+    def with_weights(self, data: Mapping[str, Tensor], *, outputs: bool) -> Reported:
+        """Return what `evaluate` does with `outputs`, and `losses` without, and `loss_weights`, by their name."""
+        call = ("evaluate" if outputs else "losses") + WITH_WEIGHTS
+        values = self._evaluations.compute(call, self._inputs.of_call(data, (), {}))
         (name,) = map(name_of, weights_of_means(self._model))
-        weights = feeds[name] if name in feeds else self._evaluations.compute(WEIGHTS, feeds)[name]
-        return np.asarray(weights.numpy() if hasattr(weights, "numpy") else weights)
+        weights = values[name]
+        return {**values, name: np.asarray(weights.numpy() if hasattr(weights, "numpy") else weights)}
 
     @property
     def learning_rate(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +14,8 @@ from graphopt.data.dataset import TARGET, WEIGHT, Dataset
 from graphopt.data.foreign import as_dataset, by_name, has_rows, is_text, relabelled
 from graphopt.data.loader import TrainingRows
 from graphopt.derivatives import normal_form
-from graphopt.errors import GraphoptError, kind_of
-from graphopt.graph.classified import are_numbers, class_names
+from graphopt.errors import GraphoptError, kind_of, some
+from graphopt.graph.classified import are_numbers, class_name, class_names
 from graphopt.graph.inference import as_it_came
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import LABELS
@@ -80,6 +81,8 @@ def calibrate(model: Source, data: Data, *passes: Pass, allow_nan: bool = False)
 def numbered(data: Dataset, file: ir.Model) -> Dataset:
     """Return rows whose classes have the numbers that they have in a file, by the names that it gives them.
 
+    Warn of the order that names take in a file that gives none, if it is the alphabet's.
+
     Raises:
         GraphoptError: it gives others, or none and has another number of classes, or numbers in the data may be names.
     """
@@ -90,8 +93,8 @@ def numbered(data: Dataset, file: ir.Model) -> Dataset:
         labels, numbers = by_name(target)
         data = replace(data, arrays={**data.arrays, TARGET: numbers}, labels=labels)
     elif data.labels is None and not are_numbers(names):
-        found, numbers = np.unique(np.asarray(target, np.float64), return_inverse=True)
-        texts = tuple(f"{x:.17g}" for x in found)
+        found, numbers = np.unique(np.asarray(target), return_inverse=True)
+        texts = tuple(map(class_name, found))
         if {*texts} <= {*names} & {*map(str, range(len(names)))}:
             raise GraphoptError(
                 f"{data.source}: expected targets that are names of the classes {', '.join(names)}, or class numbers, "
@@ -106,5 +109,11 @@ def numbered(data: Dataset, file: ir.Model) -> Dataset:
         raise GraphoptError(
             f"{data.source}: expected the names of all classes of a file that names none, found "
             f"{', '.join(data.labels)}: give class numbers as the target"
+        )
+    if [*data.labels] == sorted(data.labels):
+        warnings.warn(
+            f"{data.source}: the file names no classes: {some([*data.labels], 5)} are taken for its classes from 0 on, "
+            "in this order: if it is another one, give class numbers, or graphopt.data.Dataset(arrays, labels=[...])",
+            stacklevel=2,
         )
     return data

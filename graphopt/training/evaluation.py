@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,8 +50,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the loss and the metrics on a data set.
 
-    A loss that is a weighted mean is averaged over all rows, whatever `batch_size` is. A sum, or several losses with
-    weights of their own, are averaged over batches, weighted by their rows.
+    A loss that is a weighted mean is averaged over all rows, whatever `batch_size` is. A sum, several losses with
+    weights of their own, and what is reported beside a loss, are averaged over batches, weighted by their rows.
 
     Args:
         executor: the executor of a training graph.
@@ -278,13 +279,15 @@ class HeldOut:
             self._feeds = lambda: map(batches.take, Batches.split(chosen, batch_size))
 
     def evaluated(
-        self, executor: Executor, workers: Communicator = SINGLE, *, outputs: bool = True
+        self, executor: Executor, workers: Communicator = SINGLE, *, outputs: bool = True, weights: bool = False
     ) -> Iterator[tuple[dict[str, np.ndarray], Outputs]]:
         """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time.
 
-        Without `outputs`, it consists of the losses only.
+        Without `outputs`, it consists of the losses only; with `weights`, those of the loss's mean are beside them.
         """
-        compute = executor.evaluate if outputs else executor.losses
+        compute: _Compute = executor.evaluate if outputs else executor.losses
+        if weights:
+            compute = functools.partial(executor.with_weights, outputs=outputs)
         left = iter(self._feeds())
         while group := list(itertools.islice(left, workers.size)):
             own = workers.rank
@@ -299,17 +302,20 @@ class HeldOut:
         """Return the mean losses and the metrics over the rows.
 
         The mean of a loss with weights is that of all rows, in however many batches. Several losses that have weights
-        of their own are means by batches.
+        of their own, and what else a step reports, are means of those of batches by their rows.
         """
-        weighted = executor.has_loss_weights
-        chosen = metrics_of(executor.inputs, self._metrics, by_losses=weighted)
-        mean = Mean()
+        weighing = executor.loss_weights
+        chosen = metrics_of(executor.inputs, self._metrics, by_losses=weighing is not None)
+        losses = {"loss", "data_loss", *(f"loss_{output}" for output, _ in chosen.values())}
+        by_rows, by_weights = Mean(), Mean()
         outputs = any(not metric.is_empty for _, metric in chosen.values())
-        is_only = weighted and executor.has_one_loss
-        weighted = is_only or (weighted and any(metric.is_shifted for _, metric in chosen.values()))
+        is_only = executor.has_one_loss
+        if not is_only and not any(metric.is_shifted for _, metric in chosen.values()):
+            weighing = None
+        is_computed = weighing is not None and weighing not in executor.inputs
         derived = {name: Derived.all(executor.model, name) for name, _ in chosen.values()}
-        for feeds, values in self.evaluated(executor, executor.workers, outputs=outputs):
-            weights = executor.loss_weights(feeds) if weighted else None
+        for feeds, values in self.evaluated(executor, executor.workers, outputs=outputs, weights=is_computed):
+            weights = None if weighing is None else np.asarray((values if is_computed else feeds)[weighing])
             for target, (output, metric) in chosen.items():
                 if outputs:
                     beside = {kind: values[name_of(y)] for kind, y in derived[output].items()}
@@ -317,9 +323,11 @@ class HeldOut:
                 if metric.of_losses and weights is not None:
                     own = values.get("data_loss", values["loss"])
                     metric.add_losses(values.get(f"loss_{output}", own), weights)
-            rows = len(next(iter(feeds.values())))
-            mean.add(float(weights.sum()) if is_only and weights is not None else rows, values)
-        measured = mean.result()
+            by_rows.add(len(next(iter(feeds.values()))), values)
+            if is_only and weights is not None:
+                weighed = {name: x for name, x in values.items() if name in losses}
+                by_weights.add(float(weights.sum(dtype=np.float64)), weighed)
+        measured = by_rows.result() | (by_weights.result() if by_weights.rows else {})
         for target, (_, metric) in chosen.items():
             prefix = "" if len(chosen) == 1 else f"{target}."
             measured |= {f"{prefix}{name}": value for name, value in metric.result().items()}

@@ -6,7 +6,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.graph.classified import LABEL, PROBABILITIES, activation_of, emit_classes, named_classes, set_labels
+from graphopt.graph.classified import (
+    LABEL,
+    PROBABILITIES,
+    activation_of,
+    class_name,
+    emit_classes,
+    named_classes,
+    set_labels,
+)
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import load
 from graphopt.graph.roles import TargetSpec
@@ -53,6 +61,5 @@ def predictor(
     graph.sort()
     written = ir.to_proto(model)
     if classes is not None:
-        labels = [str(x) if classes.dtype.kind in "OUS" else f"{float(x):.17g}" for x in classes]
-        set_labels(written, labels, keep=True)
+        set_labels(written, [*map(class_name, classes)], keep=True)
     return written

@@ -20,7 +20,6 @@ from graphopt.graph.values import (
     constant_number,
     constant_of,
     dims_of,
-    dtype_of,
     is_floating,
     name_of,
     rank,
@@ -201,9 +200,9 @@ class CrossEntropy(_OverClasses):
         if self.blocks is not None:
             return self._in_blocks(op, prediction, target)
         log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
-        if not self.target_probabilities and not self.label_smoothing and _may_leave_out(prediction):
-            log_p = op.Max(log_p, float(np.finfo(dtype_of(prediction).numpy()).min))  # 0 times it is 0
         q = target if self.target_probabilities else self._one_hot(op, prediction, target)
+        if not self.target_probabilities and not self.label_smoothing and _may_leave_out(prediction):
+            log_p = op.Where(op.Greater(q, 0.0), log_p, op.constant(0.0, like=log_p))  # 0 times -inf is no number
         if self.label_smoothing:
             whole = op.ReduceSum(q, [self.axis]) if self.ignore_index is not None else 1.0
             share = self.label_smoothing / op.count(prediction, [self.axis])
