@@ -306,6 +306,9 @@ def test_silent_strangers_do_not_keep_the_page_away(server: PageServer, monkeypa
     """Other users of the machine reach its address, too."""
     monkeypatch.setattr("graphopt.hosts.server.MOST_CONNECTIONS", 4)
     with begun(server, MODEL, more=50) as ours, contextlib.ExitStack() as stack:
+        assert answer(server, "GET", "/", {"Host": f"127.0.0.1:{server.server_port}"})[0] == 200
+        while server.strangers:  # until the token of the first connection is read
+            time.sleep(0.01)
         others = [socket.create_connection(("127.0.0.1", server.server_port), timeout=20) for _ in range(12)]
         for other in map(stack.enter_context, others):
             other.sendall(b"GET /")
