@@ -321,7 +321,7 @@ SURE = [
         ("coverage_over_splits", "(len(scores) + 1) * (1 - self.alpha)", "len(scores) * (1 - self.alpha)"),
         ("kth_smallest_excess", '"upper": high + margin', '"upper": high - margin'),
         ("sets_are_those", "if not self.by_class", "if self.by_class"),
-        ("sets_are_those", "reverse=1) - falling", "reverse=1)"),
+        ("sets_are_those", "exclusive=1, reverse=1)", "reverse=1)"),
         ("sets_are_those", "op.ScatterElements(less_likely, order, less_likely, axis=1)", "less_likely"),
     ),
     *of(
