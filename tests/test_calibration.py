@@ -1023,7 +1023,7 @@ def test_constants_that_operators_read_are_no_names_of_classes() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((200, 3)).astype(np.float32)
     y = (np.clip(np.round(2.5 + x[:, 0] + 0.5 * rng.standard_normal(200)), 1, 4) + 0.5).astype(np.float32)
-    file = skl2onnx.to_onnx(KNeighborsRegressor(3).fit(x[:60], y[:60]), x[:1])
+    file = skl2onnx.to_onnx(KNeighborsRegressor(3).fit(x[:60], y[:60]), x[:1], target_opset={"": 18, "ai.onnx.ml": 3})
     calibrated = graphopt.calibrate(file, (x[60:], y[60:]), passes.PredictionInterval(0.1))
     found = graphopt.run(calibrated, {"X": x[60:]})
     assert "labels" not in calibrated.metadata_props
